@@ -1,0 +1,181 @@
+// The plan: from the experts of all (token, slot) pairs to groups, rows, and the task at an index.
+//
+// Built inside the launch, by one CPU thread or one block. Rows are the slots sorted by expert, in slot order within an
+// expert; each group owns `width` rows, of which the first `tokens` hold a slot and the rest are padding (row_slot NONE).
+// Only the last group of an expert has padding, so row = first row of the expert + position within the expert.
+//
+// Tasks are not stored. A stage has one tile for each (group, chunk), and `parts` tasks for each tile; their order is
+// expert, chunk, group, part, so that workers busy at the same time read the same weights.
+// The same arithmetic in Python: schedule/plan.py; tests/test_plan.py holds the two equal.
+#pragma once
+#include "team.h"
+
+namespace weave {
+
+struct Group {
+  u32 row;       // first row
+  u32 first;     // first group of the same expert
+  u32 siblings;  // number of groups of the same expert
+  u16 expert;
+  u16 tokens;    // 1 .. width cap
+};
+
+struct PlanShape {
+  u32 slots;      // tokens x top_k
+  u32 experts;    // at most 65,534
+  u32 width_cap;  // most tokens in a group: 8 .. 256, a multiple of 8, of 16 from 64 up
+};
+
+struct PlanTotals {
+  u32 groups, rows;
+};
+
+// Index: u32, or u16 where every row and slot number is below 65,535 (a plan in shared memory).
+template <class Index>
+struct Plan {
+  Group* groups;        // [max_groups]
+  u32* expert_group;    // [experts + 1] first group of each expert
+  u32* expert_row;      // [experts] first row of each expert
+  u32* expert_tokens;   // [experts]
+  Index* row_slot;      // [max_rows] slot in a row; all ones where the row is padding
+  Index* slot_row;      // [slots] row of a slot; all ones where the slot is skipped
+  PlanTotals* totals;
+};
+
+WEAVE_FN u32 div_up(u32 a, u32 b) { return (a + b - 1) / b; }
+
+// Columns that a group of `tokens` takes: multiples of 8, of 16 from 64 up (the widths of wgmma that are compiled).
+WEAVE_FN u32 group_width(u32 tokens) { return tokens <= 56 ? div_up(tokens, 8) * 8 : div_up(tokens, 16) * 16; }
+
+// How an expert's tokens are cut: evenly, at multiples of `unit`, so that only the last group is padded.
+struct Cut {
+  u32 groups, unit, units;
+};
+WEAVE_FN Cut cut_tokens(u32 tokens, u32 width_cap) {
+  Cut c;
+  c.groups = div_up(tokens, width_cap);
+  c.unit = c.groups && div_up(tokens, c.groups) > 56 ? 16 : 8;
+  c.units = div_up(tokens, c.unit);
+  return c;
+}
+WEAVE_FN u32 cut_at(const Cut& c, u32 g) { return (u32)((u64)g * c.units / c.groups) * c.unit; }
+WEAVE_FN u32 padded_tokens(u32 tokens, u32 width_cap) {
+  const Cut c = cut_tokens(tokens, width_cap);
+  if (!c.groups) return 0;
+  const u32 last = cut_at(c, c.groups - 1);
+  return last + group_width(tokens - last);
+}
+
+// Upper limits, for the sizes of buffers. Any routing of `slots` stays within them.
+WEAVE_FN u32 max_groups(u32 slots, u32 experts, u32 width_cap) {
+  return (experts < slots ? experts : slots) + slots / width_cap;
+}
+WEAVE_FN u32 max_rows(u32 slots, u32 experts) {
+  const u32 touched = experts < slots ? experts : slots;
+  return slots + 15 * touched;
+}
+// Words of scratch that build_plan needs: one histogram a warp.
+WEAVE_FN u32 plan_scratch(u32 warps, u32 experts) { return warps * experts; }
+
+// expert_of(slot): the local expert of a slot, or NONE where it is to be skipped. Called twice for each slot.
+// The caller separates the plan's writes from its readers: a barrier of the block, or a release (scheduler.h).
+template <class Team, class Index, class ExpertOf>
+WEAVE_FN void build_plan(const Team& team, const PlanShape& s, const Plan<Index>& p, u32* scratch, const ExpertOf& expert_of) {
+  const u32 E = s.experts, warps = team.warps(), lanes = team.lanes();
+  u32* hist = scratch + team.warp() * E;
+  // Each warp takes one contiguous range of slots, so that positions follow the slots' order.
+  const u32 per_warp = div_up(div_up(s.slots, warps), lanes) * lanes;
+  const u32 begin = team.warp() * per_warp;
+  const u32 end = begin + per_warp < s.slots ? begin + per_warp : s.slots;
+
+  for (u32 i = team.rank(); i < warps * E; i += team.size()) scratch[i] = 0;
+  team.sync();
+  for (u32 base = begin; base < end; base += lanes) {
+    const u32 slot = base + team.lane();
+    const u32 e = slot < end ? expert_of(slot) : NONE;
+    const u32 same = team.match(e);
+    if (e != NONE && !(same & team.lanes_below())) hist[e] += count_bits(same);
+    team.sync_warp();
+  }
+  team.sync();
+  for (u32 e = team.rank(); e < E; e += team.size()) {
+    u32 tokens = 0;
+    for (u32 w = 0; w < warps; ++w) {
+      const u32 here = scratch[w * E + e];
+      scratch[w * E + e] = tokens;
+      tokens += here;
+    }
+    p.expert_tokens[e] = tokens;
+  }
+  team.sync();
+  if (team.warp() == 0) {
+    u64 carry = 0;  // rows in the high half, groups in the low half
+    for (u32 base = 0; base < E; base += lanes) {
+      const u32 e = base + team.lane();
+      const u32 tokens = e < E ? p.expert_tokens[e] : 0;
+      const u64 mine = (u64)padded_tokens(tokens, s.width_cap) << 32 | cut_tokens(tokens, s.width_cap).groups;
+      u64 total;
+      const u64 before = carry + team.prefix_sum(mine, &total);
+      if (e < E) {
+        p.expert_group[e] = (u32)before;
+        p.expert_row[e] = (u32)(before >> 32);
+      }
+      carry += total;
+    }
+    if (team.lane() == 0) {
+      p.expert_group[E] = (u32)carry;
+      p.totals->groups = (u32)carry;
+      p.totals->rows = (u32)(carry >> 32);
+    }
+  }
+  team.sync();
+  for (u32 e = team.rank(); e < E; e += team.size()) {
+    const u32 tokens = p.expert_tokens[e];
+    if (!tokens) continue;
+    const Cut c = cut_tokens(tokens, s.width_cap);
+    const u32 row = p.expert_row[e], first = p.expert_group[e];
+    for (u32 g = 0; g < c.groups; ++g) {
+      const u32 lo = cut_at(c, g), hi = g + 1 < c.groups ? cut_at(c, g + 1) : tokens;
+      Group out;
+      out.row = row + lo;
+      out.first = first;
+      out.siblings = c.groups;
+      out.expert = (u16)e;
+      out.tokens = (u16)(hi - lo);
+      p.groups[first + g] = out;
+    }
+    for (u32 i = tokens; i < padded_tokens(tokens, s.width_cap); ++i) p.row_slot[row + i] = (Index)NONE;
+  }
+  for (u32 base = begin; base < end; base += lanes) {
+    const u32 slot = base + team.lane();
+    const u32 e = slot < end ? expert_of(slot) : NONE;
+    const u32 same = team.match(e);
+    const u32 below = same & team.lanes_below();
+    const u32 row = e == NONE ? NONE : p.expert_row[e] + hist[e] + count_bits(below);
+    team.sync_warp();
+    if (e != NONE && !below) hist[e] += count_bits(same);
+    team.sync_warp();
+    if (slot < end) p.slot_row[slot] = (Index)row;
+    if (e != NONE) p.row_slot[row] = (Index)slot;
+  }
+}
+
+enum StageKind : u32 { GATE_UP = 0, DOWN = 1, COMBINE = 2, STAGES = 3 };
+
+struct Tile {
+  u32 group, chunk, part;
+};
+// The task at `index` of a stage with `chunks` chunks and `parts` K ranges a tile. `groups[tile / chunks]` is some group
+// of the tile's expert, because an expert's tiles number siblings x chunks; that is all the search there is.
+WEAVE_FN Tile tile_at(const Group* groups, u32 chunks, u32 parts, u32 index) {
+  const u32 tile = parts == 1 ? index : index / parts;
+  const Group any = groups[tile / chunks];
+  const u32 within = tile - any.first * chunks;
+  Tile t;
+  t.part = index - tile * parts;
+  t.chunk = any.siblings == 1 ? within : within / any.siblings;
+  t.group = any.first + (within - t.chunk * any.siblings);
+  return t;
+}
+
+}  // namespace weave

@@ -1,0 +1,85 @@
+// Who executes a cooperative step: one CPU thread, or the threads of one block.
+//
+// A team has `warps()` of `lanes()` each. A step written for a team is an ordinary loop when the team is one thread,
+// so the CPU runs the same text without any stand-in for a barrier or a shuffle.
+#pragma once
+#include "memory.h"
+
+namespace weave {
+
+// One thread. Also the `lanes` of the claim code on a CPU.
+struct Serial {
+  WEAVE_FN u32 warp() const { return 0; }
+  WEAVE_FN u32 warps() const { return 1; }
+  WEAVE_FN u32 lane() const { return 0; }
+  WEAVE_FN u32 lanes() const { return 1; }
+  WEAVE_FN u32 rank() const { return 0; }
+  WEAVE_FN u32 size() const { return 1; }
+  WEAVE_FN void sync() const {}
+  WEAVE_FN void sync_warp() const {}
+  WEAVE_FN u32 match(u32) const { return 1; }                        // lanes of the warp holding the same value
+  WEAVE_FN u32 lanes_below() const { return 0; }                     // mask of the lanes before this one
+  WEAVE_FN u64 prefix_sum(u64 v, u64* total) const {                 // exclusive, over the warp
+    *total = v;
+    return 0;
+  }
+  WEAVE_FN u64 max(u64 v) const { return v; }                        // over the warp
+  WEAVE_FN u64 from(bool mine, u64 v) const { return mine ? v : 0; } // the value of a lane for which `mine` holds
+  WEAVE_FN u32 first(u32 v) const { return v; }                      // lane 0's value
+};
+
+#if WEAVE_GPU
+// `warps` consecutive warps of a block, starting at warp `first_warp`; sync() is named barrier `barrier`.
+struct WarpLanes {
+  u32 lane_;
+  WEAVE_FN WarpLanes() : lane_(threadIdx.x & 31) {}
+  WEAVE_FN u32 lane() const { return lane_; }
+  WEAVE_FN u32 lanes() const { return 32; }
+  WEAVE_FN void sync_warp() const { __syncwarp(); }
+  WEAVE_FN u32 match(u32 v) const { return __match_any_sync(~0u, v); }
+  WEAVE_FN u32 lanes_below() const { return (1u << lane_) - 1; }
+  WEAVE_FN u64 prefix_sum(u64 v, u64* total) const {
+    u64 sum = v;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+      const u64 below = __shfl_up_sync(~0u, sum, step);
+      if (lane_ >= step) sum += below;
+    }
+    *total = __shfl_sync(~0u, sum, 31);
+    return sum - v;
+  }
+  WEAVE_FN u64 max(u64 v) const {
+#pragma unroll
+    for (int step = 16; step; step >>= 1) {
+      const u64 other = __shfl_xor_sync(~0u, v, step);
+      v = other > v ? other : v;
+    }
+    return v;
+  }
+  WEAVE_FN u64 from(bool mine, u64 v) const {
+    const u32 who = __ballot_sync(~0u, mine);
+    return who ? __shfl_sync(~0u, v, __ffs(who) - 1) : 0;
+  }
+  WEAVE_FN u32 first(u32 v) const { return __shfl_sync(~0u, v, 0); }
+};
+
+struct BlockTeam : WarpLanes {
+  u32 first_warp, warps_, barrier;
+  WEAVE_FN BlockTeam(u32 first_warp, u32 warps, u32 barrier) : first_warp(first_warp), warps_(warps), barrier(barrier) {}
+  WEAVE_FN u32 warp() const { return (threadIdx.x >> 5) - first_warp; }
+  WEAVE_FN u32 warps() const { return warps_; }
+  WEAVE_FN u32 rank() const { return threadIdx.x - first_warp * 32; }
+  WEAVE_FN u32 size() const { return warps_ * 32; }
+  WEAVE_FN void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(warps_ * 32) : "memory"); }
+};
+#endif
+
+WEAVE_FN u32 count_bits(u32 mask) {
+#if WEAVE_GPU
+  return __popc(mask);
+#else
+  return (u32)__builtin_popcount(mask);
+#endif
+}
+
+}  // namespace weave
