@@ -48,7 +48,7 @@ struct Stage {
   u32 experts, tasks_per_group;
 };
 
-constexpr u32 WINDOW_LIMIT = 1u << 24;  // most tasks in a stage whose queues can be stolen from
+constexpr u32 WINDOW_LIMIT = (1u << 24) - 1;  // most tasks in a stage whose queues can be stolen from: hi has 24 bits
 
 WEAVE_FN u64 window_word(u32 tag, u32 lo, u32 hi) { return (u64)(tag & 0xffff) << 48 | (u64)hi << 24 | lo; }
 WEAVE_FN u32 window_tag(u64 w) { return (u32)(w >> 48); }

@@ -29,7 +29,9 @@ struct Shared {
   u64* queue;       // [STAGES][workers]
   u32* up_done;     // [max_groups] finished gate_up tiles of a group
   u32* down_done;   // [experts] finished down tiles of an expert
-  u32* part_done;   // [tiles of the larger stage] finished K ranges of a tile; used only where a stage has several
+  // [tiles of gate_up], [tiles of down]: finished K ranges of a tile; used only where the stage has several. One array a
+  // stage, because a down tile may start while the gate_up tile of the same number is unfinished.
+  u32* part_done[2];
   u32 workers, max_groups, experts;
   u32 spin_limit;   // iterations of any wait
 };
@@ -72,10 +74,11 @@ WEAVE_FN bool wait_for_group(const Shared& s, u32 group, u32 chunks) {
 WEAVE_FN bool wait_for_expert(const Shared& s, u32 expert, u32 tiles) {
   return wait_for(s, &s.down_done[expert], tiles, TASK_TIMEOUT);
 }
-// One K range of a tile is in scratch. True for the last one, which adds them all; acquire, to see the others' sums.
-WEAVE_FN bool finish_part(const Shared& s, u32 tile, u32 parts) {
-  if (add_acq_rel(&s.part_done[tile], 1u) != parts - 1) return false;
-  store_relaxed(&s.part_done[tile], 0u);
+// One K range of a tile of `stage` (GATE_UP or DOWN) is in scratch. True for the last one, which adds them all; acquire,
+// to see the others' sums. The store that resets may be relaxed: nobody else touches this count again in the launch.
+WEAVE_FN bool finish_part(const Shared& s, u32 stage, u32 tile, u32 parts) {
+  if (add_acq_rel(&s.part_done[stage][tile], 1u) != parts - 1) return false;
+  store_relaxed(&s.part_done[stage][tile], 0u);
   return true;
 }
 
@@ -86,6 +89,7 @@ WEAVE_FN void leave(const Shared& s, const Lanes& lanes) {
   u32 before = 0;
   if (lanes.lane() == 0) before = add_acq_rel(&s.control->left, 1u);
   if (lanes.first(before) != s.workers - 1) return;
+  lanes.sync_warp();  // a shuffle orders nothing: this carries lane 0's acquire to the lanes that reset
   for (u32 i = lanes.lane(); i < s.max_groups; i += lanes.lanes()) store_relaxed(&s.up_done[i], 0u);
   for (u32 i = lanes.lane(); i < s.experts; i += lanes.lanes()) store_relaxed(&s.down_done[i], 0u);
   if (lanes.lane() != 0) return;
