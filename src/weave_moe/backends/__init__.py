@@ -1,0 +1,111 @@
+"""Who computes the experts: one small interface, and the choice of a backend for a call."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import lru_cache
+from typing import Final, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..shapes import ExpertsCall, check_choice
+
+__all__ = ["NAMES", "Backend", "choose"]
+
+NAMES: Final = ("auto", "cuda", "host", "reference")
+"""What `backend` may be: "auto", or the name of one."""
+
+_log = logging.getLogger("weave_moe")
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Computes the experts of a checked call.
+
+    A backend is the object `BACKEND` of a module `weave_moe.backends.<name>`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name it is chosen by."""
+        ...
+
+    def unavailable(self, call: ExpertsCall) -> str | None:
+        """Why this backend cannot run `call` here, in words for the user; None if it can."""
+        ...
+
+    def experts(self, call: ExpertsCall) -> Tensor:
+        """Runs `call`, which has at least one token: [T, H] in x's dtype, `call.out` if given."""
+        ...
+
+
+def _load(name: str) -> Backend | str:
+    """The backend of that name, or why it cannot be loaded."""
+    try:
+        backend = importlib.import_module(f"{__name__}.{name}").BACKEND
+    except ModuleNotFoundError as error:
+        if error.name == f"{__name__}.{name}":
+            return "it is not part of this version"
+        return f"it needs the module {error.name}"
+    except (ImportError, OSError) as error:
+        return f"it does not load: {error}"
+    assert isinstance(backend, Backend)
+    return backend
+
+
+def _for_call(name: str, call: ExpertsCall) -> Backend | str:
+    """The backend of that name if it can run `call`, or why not."""
+    backend = _load(name)
+    if isinstance(backend, str):
+        return backend
+    return backend.unavailable(call) or backend
+
+
+@lru_cache(maxsize=256)
+def _log_fallback(name: str, reason: str) -> None:
+    # The cache is what makes it once for each reason.
+    _log.warning("the %s backend is not used: %s; running the slow reference", name, reason)
+
+
+def _needs_grad(call: ExpertsCall) -> str | None:
+    """The first input that autograd would have to follow, if any."""
+    if not torch.is_grad_enabled():
+        return None
+    return next((name for name, value in call.inputs().items() if value.requires_grad), None)
+
+
+def choose(call: ExpertsCall, name: str = "auto") -> Backend:
+    """The backend that runs `call`.
+
+    "auto" takes `cuda` for tensors on an NVIDIA GPU and `host` for tensors on the CPU, where that
+    backend is present and takes the call; else `reference`, with a warning in the log (logger
+    "weave_moe"), once for each reason. Any other name means that backend and no other.
+
+    Only the reference can be differentiated through, and only if it is asked for by name.
+
+    Raises TypeError or ValueError for an unknown name, ValueError with the reason if the backend
+    asked for cannot run the call, and ValueError if gradients are needed: run inference under
+    torch.no_grad() or torch.inference_mode().
+    """
+    check_choice("backend", name, NAMES)
+    if name != "reference" and (tensor := _needs_grad(call)) is not None:
+        raise ValueError(
+            f"{tensor} requires grad, but backend={name!r} is for inference only: call it under "
+            "torch.no_grad() or torch.inference_mode(), or pass backend='reference'"
+        )
+    if name != "auto":
+        found = _for_call(name, call)
+        if isinstance(found, str):
+            raise ValueError(f"backend {name!r} cannot run this call: {found}")
+        return found
+    wanted = {"cuda": "cuda", "cpu": "host"}.get(call.device.type)
+    if wanted is not None:
+        found = _for_call(wanted, call)
+        if not isinstance(found, str):
+            return found
+        _log_fallback(wanted, found)
+    fallback = _for_call("reference", call)
+    assert not isinstance(fallback, str)
+    return fallback

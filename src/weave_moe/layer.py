@@ -1,0 +1,540 @@
+"""The public calls: check, choose a backend, run it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+
+import torch
+from torch import Tensor, nn
+
+from . import backends
+from . import routing as routers
+from .blocks import LayerParts, part, parts_of
+from .reference import assemble_layer
+from .routing import RoutingConfig
+from .shapes import (
+    POLICIES,
+    Activation,
+    ExpertsCall,
+    LayerShape,
+    SharedExperts,
+    check_choice,
+    check_count,
+    check_experts,
+    check_flag,
+    dtype_name,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+__all__ = ["MoELayer", "SharedExperts", "fused_experts", "moe_layer", "workspace_bytes"]
+
+
+def _run(call: ExpertsCall, backend: str) -> Tensor:
+    chosen = backends.choose(call, backend)
+    return chosen.experts(call) if call.num_tokens else call.output()
+
+
+def fused_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: str | Activation = "silu",
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    num_valid_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    policy: str = "auto",
+    workspace: Any = None,
+    interleaved: bool = False,
+    weight_on_input: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """The experts of an MoE layer for tokens that are routed already: y [T, H].
+
+        y[t] = sum over slots j of topk_weights[t, j] * (a @ w2[e]^T + b2[e]),  e = topk_ids[t, j]
+        a    = activation(x[t] @ w13[e]^T + b13[e])
+
+    x: [T, H] in bfloat16, float16 or float32, T from 0 up.
+    w13: [E, 2I, H], gate rows first, then up rows ([E, I, H] if the activation is not gated);
+        w2: [E, H, I]. In x's dtype, contiguous in their last dimension; never copied.
+    topk_weights: [T, k] float32, bfloat16 or float16; topk_ids: [T, k] int32 or int64. An id < 0 or
+        >= E is skipped: it reads nothing and adds nothing. Duplicates count twice.
+    activation: "silu" (SwiGLU), "gelu", "gelu_tanh", "relu2" (not gated), "swiglu_oai" (gpt-oss),
+        or an `Activation`.
+    b13: [E, 2I], b2: [E, H]: biases in x's dtype.
+    expert_map: int32 [E_global]: topk_ids are global ids and this gives the local expert, < 0 for
+        none.
+    num_valid_tokens: an int32 or int64 tensor of one element on x's device: tokens from there on
+        are padding, cost nothing and give zero rows.
+    out: [T, H], where to write y; it is what is returned.
+    policy: who runs a task ("auto", "steal", "counter", "static_strided", "static_expert",
+        "static_tail", "window"); the result does not depend on it.
+    workspace: None, or a `Workspace` of the backend.
+    interleaved: w13's rows alternate: gate0, up0, gate1, up1, ... (gpt-oss); so does b13.
+    weight_on_input: scale x[t] by the weight before w13 instead of the result after w2 (Llama-4).
+    backend: "auto", or "cuda", "host" or "reference": see `weave_moe.backends.choose`.
+
+    Accumulation is fp32; where values are rounded and in which order slots are added is said in
+    `weave_moe.shapes.ExpertsCall`. Inference only, but backend="reference" can be differentiated.
+
+    Raises TypeError or ValueError, naming the argument, the value and what is allowed, before
+    anything is computed.
+    """
+    call = check_experts(
+        x,
+        w13,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation=activation,
+        b13=b13,
+        b2=b2,
+        expert_map=expert_map,
+        num_valid_tokens=num_valid_tokens,
+        out=out,
+        policy=policy,
+        workspace=workspace,
+        interleaved=interleaved,
+        weight_on_input=weight_on_input,
+    )
+    return _run(call, backend)
+
+
+class _LayerOptions(TypedDict, total=False):
+    """`moe_layer`'s keywords with a default but return_routing, for its overloads."""
+
+    router_weight: Tensor | None
+    router_bias: Tensor | None
+    router_logits: Tensor | None
+    selection_bias: Tensor | None
+    shared: SharedExperts | None
+    activation: str | Activation
+    b13: Tensor | None
+    b2: Tensor | None
+    expert_map: Tensor | None
+    num_valid_tokens: Tensor | None
+    out: Tensor | None
+    policy: str
+    workspace: Any
+    interleaved: bool
+    weight_on_input: bool
+    backend: str
+
+
+@overload
+def moe_layer(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    *,
+    routing: RoutingConfig,
+    return_routing: Literal[False] = ...,
+    **options: Unpack[_LayerOptions],
+) -> Tensor: ...
+@overload
+def moe_layer(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    *,
+    routing: RoutingConfig,
+    return_routing: Literal[True],
+    **options: Unpack[_LayerOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+def moe_layer(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    *,
+    routing: RoutingConfig,
+    router_weight: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    router_logits: Tensor | None = None,
+    selection_bias: Tensor | None = None,
+    shared: SharedExperts | None = None,
+    return_routing: bool = False,
+    activation: str | Activation = "silu",
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    num_valid_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    policy: str = "auto",
+    workspace: Any = None,
+    interleaved: bool = False,
+    weight_on_input: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """A whole MoE layer, router and shared experts included: y [T, H].
+
+    routing: how the router chooses and weighs experts.
+    router_weight: [E, H], with an optional router_bias [E]; or router_logits: [T, E]. Any of
+        float32, bfloat16 and float16; the router is computed in fp32. With expert_map, E is its
+        length.
+    selection_bias: [E], added to the scores to select experts; it never weighs.
+    shared: shared experts. y = routed + shared, each in x's dtype, added in fp32 and rounded once.
+    return_routing: return (y, topk_weights fp32 [T, k], topk_ids int32 [T, k]) instead of y.
+
+    The other arguments are those of `fused_experts`; weight_on_input is for the routed experts.
+
+    Raises TypeError or ValueError, naming the argument, the value and what is allowed, before
+    anything is computed.
+    """
+    check_flag("return_routing", return_routing)
+    check_choice("backend", backend, backends.NAMES)
+    y, weights, ids = assemble_layer(
+        x,
+        w13,
+        w2,
+        lambda call: _run(call, backend),
+        routing=routing,
+        router_weight=router_weight,
+        router_bias=router_bias,
+        router_logits=router_logits,
+        selection_bias=selection_bias,
+        shared=shared,
+        out=out,
+        activation=activation,
+        b13=b13,
+        b2=b2,
+        expert_map=expert_map,
+        num_valid_tokens=num_valid_tokens,
+        policy=policy,
+        workspace=workspace,
+        interleaved=interleaved,
+        weight_on_input=weight_on_input,
+    )
+    return (y, weights, ids) if return_routing else y
+
+
+def workspace_bytes(shape: LayerShape, max_tokens: int) -> int:
+    """Bytes of scratch memory that a call with up to `max_tokens` tokens of this shape needs.
+
+    Raises TypeError if `shape` is no LayerShape or max_tokens no int, ValueError if it is negative.
+    """
+    if not isinstance(shape, LayerShape):
+        raise TypeError(f"shape must be a LayerShape, got {type(shape).__name__}")
+    check_count("max_tokens", max_tokens, 0)
+    from .host.workspace import workspace_bytes as host_bytes
+
+    return host_bytes(shape, max_tokens)
+
+
+class MoELayer(nn.Module):
+    """An MoE layer as a module, for inference.
+
+    `MoELayer(shape, routing)` makes one whose parameters are to be loaded (they start as normal
+    noise of deviation 1 / sqrt(fan-in)); `MoELayer.from_transformers(block)` takes over a block of
+    a transformers model, parameters and all.
+
+    Parameters have the names of transformers' blocks: gate.weight [E, H] (and .bias,
+    .e_score_correction_bias [E]), experts.gate_up_proj [E, 2I, H] (up_proj [E, I, H] if not gated),
+    experts.down_proj [E, H, I] (and gate_up_proj_bias, down_proj_bias),
+    shared_experts.{gate,up,down}_proj.weight, shared_expert_gate.weight [1, H].
+
+    shape: sizes, dtype and gatedness of the experts.
+    routing: the router; its top_k must be shape's.
+    activation: see `fused_experts`; it must be gated if shape is.
+    router_bias, selection_bias, expert_bias, shared_gate: whether there are such parameters.
+    shared_intermediate: Is, rows of each half of the shared experts; 0 for none.
+    interleaved, weight_on_input, policy, backend, workspace: see `fused_experts`.
+
+    Raises TypeError or ValueError naming the argument.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        routing: RoutingConfig,
+        *,
+        activation: str | Activation | None = None,
+        router_bias: bool = False,
+        selection_bias: bool = False,
+        expert_bias: bool = False,
+        shared_intermediate: int = 0,
+        shared_gate: bool = False,
+        interleaved: bool = False,
+        weight_on_input: bool = False,
+        policy: str = "auto",
+        backend: str = "auto",
+        workspace: Any = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(shape, LayerShape):
+            raise TypeError(f"shape must be a LayerShape, got {type(shape).__name__}")
+        if not isinstance(routing, RoutingConfig):
+            raise TypeError(f"routing must be a RoutingConfig, got {type(routing).__name__}")
+        if routing.top_k != shape.top_k:
+            raise ValueError(
+                f"routing.top_k must be shape.top_k {shape.top_k}, got {routing.top_k}"
+            )
+        routing.check_experts(shape.experts)
+        check_count("shared_intermediate", shared_intermediate, 0)
+        act = Activation.parse(activation or ("silu" if shape.gated else "relu2"))
+        if act.gated != shape.gated:
+            raise ValueError(
+                f"activation must be {'gated' if shape.gated else 'relu2'}, as shape is, "
+                f"got {act.kind}"
+            )
+        if shared_gate and not shared_intermediate:
+            raise ValueError("shared_gate must be False without shared experts, got True")
+
+        experts, hidden, dtype = shape.experts, shape.hidden, shape.torch_dtype
+
+        def noise(*size: int) -> nn.Parameter:
+            value = torch.randn(size, device=device) / size[-1] ** 0.5
+            return nn.Parameter(value.to(dtype))
+
+        def zeros(*size: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
+
+        def linear(rows: int, columns: int) -> nn.Module:
+            holder = nn.Module()
+            holder.weight = noise(rows, columns)
+            return holder
+
+        self.gate = linear(experts, hidden)
+        if router_bias:
+            self.gate.bias = zeros(experts)
+        if selection_bias:
+            # fp32 in every dtype, as transformers keeps it: bf16 would merge near-equal biases.
+            bias = torch.zeros(experts, dtype=torch.float32, device=device)
+            self.gate.register_buffer("e_score_correction_bias", bias)
+        self.experts = nn.Module()
+        w13 = "gate_up_proj" if shape.gated else "up_proj"
+        self.experts.register_parameter(w13, noise(experts, shape.w13_rows, hidden))
+        self.experts.down_proj = noise(experts, hidden, shape.intermediate)
+        if expert_bias:
+            self.experts.register_parameter(f"{w13}_bias", zeros(experts, shape.w13_rows))
+            self.experts.down_proj_bias = zeros(experts, hidden)
+        if shared_intermediate:
+            self.shared_experts = nn.Module()
+            for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
+                self.shared_experts.add_module(name, linear(shared_intermediate, hidden))
+            self.shared_experts.down_proj = linear(hidden, shared_intermediate)
+            if shared_gate:
+                self.shared_expert_gate = linear(1, hidden)
+        self._settle(
+            LayerParts(
+                routing=routing,
+                activation=act,
+                w13=f"experts.{w13}",
+                b13=f"experts.{w13}_bias" if expert_bias else None,
+                b2="experts.down_proj_bias" if expert_bias else None,
+                router_bias="gate.bias" if router_bias else None,
+                selection_bias="gate.e_score_correction_bias" if selection_bias else None,
+                shared="shared_experts" if shared_intermediate else None,
+                shared_gate="shared_expert_gate.weight" if shared_gate else None,
+                interleaved=check_flag("interleaved", interleaved),
+                weight_on_input=check_flag("weight_on_input", weight_on_input),
+            ),
+            policy=policy,
+            backend=backend,
+            workspace=workspace,
+        )
+
+    @classmethod
+    def from_transformers(
+        cls,
+        module: nn.Module,
+        *,
+        policy: str = "auto",
+        backend: str = "auto",
+        workspace: Any = None,
+        drop_in: bool = False,
+    ) -> Self:
+        """A layer that computes what one of transformers' sparse-MoE blocks does.
+
+        module: a block of a model of transformers 5, such as model.model.layers[0].mlp; which
+            classes are covered is `weave_moe.blocks.COVERED`.
+        drop_in: return what the block returns, so that the layer can take its place in the model.
+            It matters for GptOssMLP, a tuple of hidden states and weights [T, k], and
+            Llama4TextMoe, a tuple of hidden states [T, H] and logits [T, E].
+
+        The block's own child modules, parameters and buffers are taken over under their names, so
+        both share memory and state_dict() and load_state_dict() are the block's. Nothing is copied,
+        with two exceptions, where the elements are put into another order in memory, names, shapes
+        and values staying as they are: transposed expert weights (gpt-oss, Llama-4) are stored as
+        W13 [E, 2I, H] and W2 [E, H, I], and the gate and up projections of shared experts lie end
+        to end. If that order is lost (by moving or casting the module), the next forward restores
+        it.
+
+        The router's own forward is not called: hooks on it see nothing, and jitter noise, which is
+        for training, is not applied. The router is computed in fp32, so in a bf16 model near-tied
+        experts may be ordered otherwise than by the block.
+
+        Raises TypeError if module is no nn.Module, ValueError naming its class and what is in the
+        way if it is not covered.
+        """
+        check_flag("drop_in", drop_in)
+        parts = parts_of(module)
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        for name, child in module.named_children():
+            layer.add_module(name, child)
+        for name, parameter in module.named_parameters(recurse=False):
+            layer.register_parameter(name, parameter)
+        for name, buffer in module.named_buffers(recurse=False):
+            persistent = name not in module._non_persistent_buffers_set
+            layer.register_buffer(name, buffer, persistent=persistent)
+        layer.training = module.training
+        layer._settle(parts, policy=policy, backend=backend, workspace=workspace, drop_in=drop_in)
+        return layer
+
+    def _settle(
+        self,
+        parts: LayerParts,
+        *,
+        policy: str,
+        backend: str,
+        workspace: Any,
+        drop_in: bool = False,
+    ) -> None:
+        self.parts = parts
+        self.policy = check_choice("policy", policy, POLICIES)
+        self.backend = check_choice("backend", backend, backends.NAMES)
+        self.workspace = workspace
+        self.drop_in = drop_in
+        # Here rather than in the first forward, which may be recorded into a graph.
+        self._expert_weights()
+        with torch.no_grad():
+            self._shared_experts()
+
+    @property
+    def routing(self) -> RoutingConfig:
+        """How the router chooses and weighs experts."""
+        return self.parts.routing
+
+    @property
+    def activation(self) -> Activation:
+        """The experts' activation."""
+        return self.parts.activation
+
+    @property
+    def shape(self) -> LayerShape:
+        """Sizes of the routed experts, for `workspace_bytes`."""
+        w2 = part(self, self.parts.w2)
+        experts, hidden, intermediate = (
+            w2.transpose(1, 2).shape if self.parts.transposed else w2.shape
+        )
+        return LayerShape(
+            hidden,
+            intermediate,
+            experts,
+            self.routing.top_k,
+            dtype_name(w2.dtype),
+            self.activation.gated,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, num_valid_tokens: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The layer's output for hidden_states [..., H]: same shape and dtype, and nothing else.
+
+        (With `drop_in`, what the block returned.) num_valid_tokens: see `fused_experts`; tokens are
+        counted over all leading dimensions.
+
+        Raises TypeError or ValueError naming the argument; ValueError, too, where gradients are
+        needed and backend is not "reference": call it under torch.no_grad() or inference_mode().
+        """
+        if not isinstance(hidden_states, Tensor):
+            raise TypeError(
+                f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}"
+            )
+        parts, shape = self.parts, self.shape
+        if hidden_states.dim() < 1 or hidden_states.size(-1) != shape.hidden:
+            raise ValueError(
+                f"hidden_states must have shape [..., {shape.hidden}], "
+                f"got shape {list(hidden_states.shape)}"
+            )
+        x = hidden_states.reshape(-1, shape.hidden)
+        w13, w2 = self._expert_weights()
+        logits = routers.router_logits(
+            x, part(self, parts.router_weight), self._tensor(parts.router_bias)
+        )
+        y, weights, _ = moe_layer(
+            x,
+            w13,
+            w2,
+            routing=parts.routing,
+            router_logits=logits,
+            selection_bias=self._tensor(parts.selection_bias),
+            shared=self._shared_experts(),
+            return_routing=True,
+            activation=parts.activation,
+            b13=self._tensor(parts.b13),
+            b2=self._tensor(parts.b2),
+            num_valid_tokens=num_valid_tokens,
+            policy=self.policy,
+            workspace=self.workspace,
+            interleaved=parts.interleaved,
+            weight_on_input=parts.weight_on_input,
+            backend=self.backend,
+        )
+        if self.drop_in and parts.output == "logits":
+            return y, logits.to(y.dtype)
+        y = y.view(hidden_states.shape)
+        return (y, weights.to(y.dtype)) if self.drop_in and parts.output == "weights" else y
+
+    def extra_repr(self) -> str:
+        """The layer's options, for repr()."""
+        return f"{self.shape}, {self.routing}, policy={self.policy!r}, backend={self.backend!r}"
+
+    def _tensor(self, path: str | None) -> Tensor | None:
+        return None if path is None else part(self, path)
+
+    def _expert_weights(self) -> tuple[Tensor, Tensor]:
+        w13, w2 = part(self, self.parts.w13), part(self, self.parts.w2)
+        if self.parts.transposed:
+            return _row_major(w13), _row_major(w2)
+        return w13, w2
+
+    def _shared_experts(self) -> SharedExperts | None:
+        if self.parts.shared is None:
+            return None
+        mlp = part(self, self.parts.shared)
+        w13 = mlp.up_proj.weight
+        if self.activation.gated:
+            w13 = _end_to_end(mlp.gate_proj.weight, w13)
+        return SharedExperts(w13, mlp.down_proj.weight, self._tensor(self.parts.shared_gate))
+
+
+def _row_major(parameter: Tensor) -> Tensor:
+    """parameter [E, n, m] as [E, m, n], contiguous in its last dimension.
+
+    The parameter keeps shape and values; its memory is put into that order if it is not.
+    """
+    view = parameter.transpose(1, 2)
+    if view.stride(-1) != 1 and view.size(-1) > 1 and not parameter.is_meta:
+        # Outside inference mode, whose tensors a parameter cannot hold.
+        with torch.inference_mode(False), torch.no_grad():
+            parameter.data = view.contiguous().transpose(1, 2)
+        view = parameter.transpose(1, 2)
+    return view
+
+
+def _end_to_end(gate: Tensor, up: Tensor) -> Tensor:
+    """gate [I, H] and up [I, H] as one tensor [2I, H], without a copy where they lie end to end.
+
+    Both keep shape and values; their memory is put into that order if it is not.
+    """
+    if gate.is_meta or (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
+        return torch.cat((gate, up))
+    if not (
+        gate.is_contiguous()
+        and up.is_contiguous()
+        and gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
+        and gate.storage_offset() + gate.numel() == up.storage_offset()
+    ):
+        with torch.inference_mode(False), torch.no_grad():
+            both = torch.cat((gate, up))
+            gate.data, up.data = both[: gate.size(0)], both[gate.size(0) :]
+    size = (gate.size(0) + up.size(0), gate.size(1))
+    return gate.detach().as_strided(size, (gate.size(1), 1))
