@@ -150,7 +150,8 @@ struct Claimer {
     worker = me;
     batches = make_batches(s.tasks, s.workers);
     own = 0;  // the word itself is empty: its last user drained it
-    run.count = 0;
+    run = Run{0, 0, 0};
+    list = 0;
     expert = NONE;
     exhausted = false;
     others = 0;

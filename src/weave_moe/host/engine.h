@@ -30,7 +30,7 @@ enum WeaveStatus {
   WEAVE_TASK_TIMEOUT = 3, /* a task that another one needs was not finished within spin_limit */
   WEAVE_BUSY = 16,        /* another launch is running in this workspace */
   WEAVE_NO_MEMORY = 17,   /* a buffer could not be allocated */
-  WEAVE_TOO_LARGE = 18,   /* a stage would have 2^24 tasks or more: cut the tokens into slabs */
+  WEAVE_TOO_LARGE = 18,   /* a stage could have 2^24 tasks or more: cut the tokens into slabs */
   WEAVE_BAD_ARGUMENT = 19 /* sizes or options outside their range */
 };
 
