@@ -1,0 +1,331 @@
+"""Times the experts of a MoE layer: weave-moe beside its rivals, in one process and in turn.
+
+    python benchmarks/experts.py --out benchmarks/results/h200-experts.jsonl
+
+Every contestant gets the same inputs: x, ids and weights on the device; the layer includes whatever
+the contestant does with them (planning or sorting, gathering, both products, combining). Timed are
+replays of a CUDA graph of several calls with different inputs, routings and weight sets, one graph
+after the other, in rounds; a row holds the median and the 99th percentile over the rounds.
+
+Correctness comes first: a contestant whose result is wrong gets a row with its error and no time.
+A cell whose row is already in the output file, for this commit, is skipped (--again runs it).
+
+Rivals: `torch` (grouped_mm and torch operators) is built in. Others come from --rivals FILE.py,
+which defines RIVALS = {name: factory}; factory(w13, w2) returns f(x, ids, weights, logits) -> y and
+may set f.version, f.note and f.own_activation = True, if its activation differs from SwiGLU (its
+result is then not compared).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import weave_moe
+
+MODELS = {
+    "qwen3-30b": (2048, 768, 128, 8),
+    "qwen3-235b": (4096, 1536, 128, 8),
+    "mixtral": (4096, 14336, 8, 2),
+    "deepseek-v3": (7168, 2048, 256, 8),
+}
+TOKENS = (1, 16, 64, 256)
+SKEWS = (0.0, 1.2)
+MAX_ERROR = 1e-2
+
+
+@triton.jit
+def _read(x, sink, block: tl.constexpr, steps: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * block * steps
+    total = tl.zeros((block,), tl.float32)
+    for i in range(steps):
+        total += tl.load(x + start + i * block + tl.arange(0, block)).to(tl.float32)
+    if tl.sum(total) == 12345.678:  # never: keeps the loads
+        tl.store(sink, 1.0)
+
+
+def ceilings() -> tuple[float, float]:
+    """Read rate in TB/s and bf16 matrix rate in TFLOP/s of this GPU, now."""
+    x = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    sink = torch.zeros(1, device="cuda")
+    read = 0.0
+    for block, steps in ((8192, 4), (8192, 16), (16384, 8)):
+        grid = (x.numel() // (block * steps),)
+        ms = triton.testing.do_bench(
+            lambda g=grid, b=block, s=steps: _read[g](x, sink, block=b, steps=s, num_warps=8),
+            return_mode="median",
+        )
+        read = max(read, x.numel() * 2 / ms / 1e9)
+    del x
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    ms = triton.testing.do_bench(lambda: a @ b.T, return_mode="median")
+    return read, 2 * 8192**3 / ms / 1e9
+
+
+def route(tokens: int, experts: int, k: int, skew: float, g: torch.Generator):
+    """Logits, ids int32 and weights fp32: random, or with Zipf-like popularity of exponent skew."""
+    if skew == 0:
+        logits = torch.randn(tokens, experts, device="cuda", generator=g)
+    else:
+        popularity = -skew * torch.log(torch.arange(1, experts + 1, device="cuda").float())
+        popularity = popularity[torch.randperm(experts, device="cuda", generator=g)]
+        u = torch.rand(tokens, experts, device="cuda", generator=g).clamp_(1e-9, 1 - 1e-9)
+        logits = popularity - torch.log(-torch.log(u))
+    top, ids = torch.topk(logits, k, dim=1)
+    return logits, ids.int().contiguous(), torch.softmax(top, -1).float().contiguous()
+
+
+def reference(x, ids, weights, w13, w2):
+    """fp32, one expert after the other."""
+    y = torch.zeros(x.shape, device="cuda", dtype=torch.float32)
+    for e in ids.unique().tolist():
+        t, j = torch.where(ids == e)
+        h = x[t].float() @ w13[e].float().T
+        half = h.shape[1] // 2
+        a = torch.nn.functional.silu(h[:, :half]) * h[:, half:]
+        y.index_add_(0, t, (a @ w2[e].float().T) * weights[t, j][:, None])
+    return y
+
+
+def weave(policy: str) -> Callable[..., Any]:
+    """A factory for our own contestant under a policy."""
+
+    def factory(w13, w2):
+        def f(x, ids, weights, logits):
+            return weave_moe.fused_experts(
+                x, w13, w2, weights, ids, policy=policy, backend="cuda", workspace=None
+            )
+
+        f.version = weave_moe.__version__
+        f.note = "ids to output in one launch"
+        return f
+
+    return factory
+
+
+def torch_grouped(w13, w2):
+    """torch's grouped matrix products with torch operators around them."""
+    experts = w13.shape[0]
+    up, down = w13.transpose(1, 2), w2.transpose(1, 2)
+
+    def f(x, ids, weights, logits):
+        flat = ids.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
+        counts.scatter_add_(0, flat.long(), torch.ones_like(flat))
+        offsets = torch.cumsum(counts, 0, dtype=torch.int32)
+        h = torch._grouped_mm(x[order // ids.shape[1]], up, offs=offsets)
+        gate, value = h.chunk(2, dim=1)
+        rows = torch._grouped_mm(torch.nn.functional.silu(gate) * value, down, offs=offsets)
+        scaled = rows.float() * weights.reshape(-1)[order][:, None]
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        return y.index_add_(0, order // ids.shape[1], scaled).to(x.dtype)
+
+    f.version = torch.__version__
+    f.note = "sort, gather, grouped_mm, silu, grouped_mm, scatter: torch operators"
+    return f
+
+
+def capture(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """One graph of all calls, after a warm-up."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def git_commit() -> str:
+    run = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return run.stdout.strip() or "unknown"
+
+
+def load_rivals(path: str | None) -> dict[str, Callable[..., Any]]:
+    rivals: dict[str, Callable[..., Any]] = {"torch": torch_grouped}
+    if path:
+        spec = importlib.util.spec_from_file_location("rivals", path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        rivals.update(module.RIVALS)
+    return rivals
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--skews", default=",".join(map(str, SKEWS)))
+    parser.add_argument("--contestants", default="weave,weave:counter,weave:static_strided,torch")
+    parser.add_argument("--rivals", help="a Python file that defines RIVALS")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", default="experts.jsonl")
+    parser.add_argument("--again", action="store_true", help="time cells that have rows already")
+    parser.add_argument("--commit", default=None, help="the commit to name, where git is not there")
+    args = parser.parse_args()
+
+    rivals = load_rivals(args.rivals)
+    names = args.contestants.split(",")
+    commit = args.commit or git_commit()
+    out = Path(args.out)
+    done = set()
+    if out.exists() and not args.again:
+        for line in out.read_text().splitlines():
+            row = json.loads(line)
+            if row["commit"] == commit:
+                done.add((row["model"], row["T"], row["skew"], row["contestant"]))
+    read, matrix = ceilings()
+    print(f"read {read:.2f} TB/s, bf16 matrix {matrix:.0f} TFLOP/s", flush=True)
+    common = {
+        "dtype": "bfloat16",
+        "gpu": torch.cuda.get_device_name(),
+        "driver": _driver_version(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "command": "python " + " ".join(sys.argv),
+        "read_tbs": round(read, 3),
+        "matrix_tflops": round(matrix, 1),
+    }
+    for model in args.models.split(","):
+        hidden, inter, experts, k = MODELS[model]
+        sets = 2 if experts * 3 * hidden * inter * 2 < 12e9 else 1
+        layers = []
+        for _ in range(sets):
+            w13 = torch.empty(experts, 2 * inter, hidden, device="cuda", dtype=torch.bfloat16)
+            w2 = torch.empty(experts, hidden, inter, device="cuda", dtype=torch.bfloat16)
+            layers.append((w13.normal_(0, hidden**-0.5), w2.normal_(0, inter**-0.5)))
+        made: dict[str, list[Any]] = {}
+        for tokens in map(int, args.tokens.split(",")):
+            for skew in map(float, args.skews.split(",")):
+                todo = [n for n in names if (model, tokens, skew, n) not in done]
+                if not todo:
+                    continue
+                g = torch.Generator(device="cuda")
+                g.manual_seed(tokens * 7 + int(skew * 10))
+                calls = 8 if tokens <= 1024 else 4
+                routes = [route(tokens, experts, k, skew, g) for _ in range(calls)]
+                inputs = [
+                    torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, generator=g)
+                    for _ in range(calls)
+                ]
+                active = sum(len(r[1].unique()) for r in routes) / calls
+                load = sum(int(torch.bincount(r[1].flatten()).max()) for r in routes) / calls
+                bytes_ = active * 3 * hidden * inter * 2 + 2 * tokens * hidden * 2
+                floor = max(bytes_ / read / 1e6, 6 * tokens * k * hidden * inter / matrix / 1e6)
+                truth = reference(inputs[0], *routes[0][1:], *layers[0])
+                rows: dict[str, dict[str, Any]] = {}
+                graphs: dict[str, torch.cuda.CUDAGraph] = {}
+                for name in todo:
+                    row = {"model": model, "T": tokens, "skew": skew, "contestant": name}
+                    row |= {"active": active, "maxload": load, "floor_us": round(floor, 2)}
+                    rows[name] = row
+                    try:
+                        if name not in made:
+                            factory = (
+                                weave(name.partition(":")[2] or "auto")
+                                if name.split(":")[0] == "weave"
+                                else rivals[name]
+                            )
+                            made[name] = [factory(*layer) for layer in layers]
+                        fs = made[name]
+                        y = fs[0](inputs[0], routes[0][1], routes[0][2], routes[0][0]).float()
+                        error = float((y - truth).norm() / truth.norm())
+                        row["rel_err"] = round(error, 5)
+                        row["note"] = getattr(fs[0], "note", "")
+                        row["version"] = getattr(fs[0], "version", "")
+                        if not getattr(fs[0], "own_activation", False) and not error < MAX_ERROR:
+                            row["error"] = "wrong result"
+                            continue
+                        graphs[name] = capture(
+                            [
+                                lambda i=i, fs=fs: fs[i % sets](
+                                    inputs[i], routes[i][1], routes[i][2], routes[i][0]
+                                )
+                                for i in range(calls)
+                            ]
+                        )
+                    except Exception as problem:  # a rival that does not run is a row, not the end
+                        row["error"] = repr(problem)[:200]
+                        torch.cuda.synchronize()
+                times: dict[str, list[float]] = {name: [] for name in graphs}
+                order = list(graphs)
+                for r in range(args.rounds + 2):
+                    for name in order if r % 2 else reversed(order):
+                        us = replay_us(graphs[name]) / calls
+                        if r >= 2:
+                            times[name].append(us)
+                for name in todo:
+                    row = rows[name]
+                    if name in times:
+                        ts = sorted(times[name])
+                        row["us"] = round(statistics.median(ts), 2)
+                        row["p99_us"] = round(ts[min(len(ts) - 1, int(0.99 * len(ts)))], 2)
+                        row["of_floor"] = round(floor / row["us"], 4)
+                with out.open("a") as file:
+                    for name in todo:
+                        file.write(json.dumps(rows[name] | common) + "\n")
+                shown = "  ".join(
+                    f"{n} {rows[n]['us']:.1f} ({rows[n]['of_floor']:.3f})"
+                    if "us" in rows[n]
+                    else f"{n} {rows[n]['error'][:90]}"
+                    for n in todo
+                )
+                print(f"{model} T={tokens} skew={skew} floor {floor:.1f}: {shown}", flush=True)
+                weave_check()
+                graphs.clear()
+        del layers
+        made.clear()
+        torch.cuda.empty_cache()
+    return 0
+
+
+def weave_check() -> None:
+    """Raises if a launch of ours gave up."""
+    from weave_moe.backends.cuda import check
+
+    torch.cuda.synchronize()
+    check()
+
+
+def _driver_version() -> str:
+    run = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return run.stdout.strip().splitlines()[0] if run.stdout.strip() else "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

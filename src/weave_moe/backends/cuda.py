@@ -1,0 +1,424 @@
+"""The experts kernel on an NVIDIA Hopper GPU (compute capability 9.0)."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..runtime.buffers import BufferPool, Buffers, needs_of
+from ..runtime.driver import Kernel, capture_id, encode_tensor_map
+from ..runtime.kernel import ERRORS, POLICIES, VICTIMS, KernelConfig, Launch, kernel_for, launch_maps
+from ..schedule.granularity import KernelPlan, choose_kernel, local_plan_bytes
+from ..shapes import ExpertsCall, LayerShape, dtype_name
+
+__all__ = ["BACKEND", "KernelError", "check", "plan_for", "warmup"]
+
+SLAB_TOKENS: Final = 8192
+"""Most tokens of one launch: larger calls run slab by slab in the same buffers."""
+
+_SPIN_LIMIT: Final = 8_000_000  # about 4 s of polling
+_RING_LIMIT_NS: Final = 20_000_000_000
+_EVICT_FIRST: Final = 0x12F0000000000000
+_EVICT_NORMAL: Final = 0x1000000000000000
+_HINT_NORMAL_TOKENS: Final = 1024  # from here normal eviction was faster (297.5 us against 308.6)
+
+
+class KernelError(RuntimeError):
+    """A launch gave up: its output is NaN, and the device's buffers have been initialised again."""
+
+
+@dataclass(frozen=True)
+class _Device:
+    index: int
+    multiprocessors: int
+    shared_bytes: int
+    capability: tuple[int, int]
+    name: str
+
+
+@cache
+def _device(index: int) -> _Device:
+    properties = torch.cuda.get_device_properties(index)
+    return _Device(
+        index,
+        properties.multi_processor_count,
+        getattr(properties, "shared_memory_per_block_optin", 232_448),
+        (properties.major, properties.minor),
+        properties.name,
+    )
+
+
+_pools: dict[int, BufferPool] = {}
+_pools_lock = threading.Lock()
+
+
+def _pool(device: torch.device) -> BufferPool:
+    index = device.index
+    assert index is not None
+    found = _pools.get(index)
+    if found is None:
+        with _pools_lock:
+            found = _pools.setdefault(index, BufferPool(device))
+    return found
+
+
+_weight_maps: dict[tuple[Any, ...], tuple[bytes, bytes]] = {}
+
+
+def _maps_of_weights(call: ExpertsCall, plan: KernelPlan) -> tuple[bytes, bytes]:
+    """Maps of w13 and w2, made again when a weight lies elsewhere."""
+    s = call.shape
+    key = (
+        call.w13.data_ptr(),
+        call.w2.data_ptr(),
+        call.device.index,
+        s.hidden,
+        s.intermediate,
+        s.experts,
+        s.dtype,
+        plan.tile_m,
+        plan.tile_k,
+    )
+    found = _weight_maps.get(key)
+    if found is not None:
+        return found
+    hidden, inter, experts, dtype = s.hidden, s.intermediate, s.experts, s.dtype
+    blocks = plan.tile_k // 64
+    # Gate and up alternate by 8 rows: a dimension of 2 between the 8 rows and the blocks of rows.
+    # The last expert's last tile may reach past the tensor; there the map reads zeros.
+    row_blocks = experts * inter // 4 - inter // 8
+    if hidden % 64 == 0:
+        w13 = encode_tensor_map(
+            call.w13.data_ptr(),
+            dtype,
+            (64, 8, hidden // 64, 2, row_blocks),
+            (hidden, 64, inter * hidden, 8 * hidden),
+            (64, 8, blocks, 2, plan.tile_m // 16),
+        )
+    else:
+        w13 = encode_tensor_map(
+            call.w13.data_ptr(),
+            dtype,
+            (hidden, 8, 2, row_blocks),
+            (hidden, inter * hidden, 8 * hidden),
+            (64, 8, 2, plan.tile_m // 16),
+        )
+    if inter % 64 == 0:
+        w2 = encode_tensor_map(
+            call.w2.data_ptr(),
+            dtype,
+            (64, 8, inter // 64, experts * hidden // 8),
+            (inter, 64, 8 * inter),
+            (64, 8, blocks, plan.tile_m // 8),
+        )
+    else:
+        w2 = encode_tensor_map(
+            call.w2.data_ptr(),
+            dtype,
+            (inter, 8, experts * hidden // 8),
+            (inter, 8 * inter),
+            (64, 8, plan.tile_m // 8),
+        )
+    if len(_weight_maps) > 4096:  # a server's layers fit; moving weights must not grow it for ever
+        _weight_maps.clear()
+    _weight_maps[key] = (w13, w2)
+    return w13, w2
+
+
+def plan_for(shape: LayerShape, tokens: int, device: int = 0) -> KernelPlan:
+    """The kernel that a call of `tokens` tokens would get on a GPU; `print` shows the reasons."""
+    return choose_kernel(
+        tokens=min(tokens, SLAB_TOKENS),
+        top_k=shape.top_k,
+        experts=shape.experts,
+        hidden=shape.hidden,
+        shared_bytes=_device(device).shared_bytes,
+    )
+
+
+def _auto_policy(tokens: int) -> str:
+    # Streamed stealing is level with the counter in every measured cell (docs/measured.md).
+    return "steal"
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class _Cuda:
+    name = "cuda"
+
+    def unavailable(self, call: ExpertsCall) -> str | None:
+        if call.device.type != "cuda":
+            return f"x is on {call.device}, not on a GPU"
+        if torch.version.cuda is None:
+            return "this torch was built without CUDA"
+        device = _device(call.device.index or 0)
+        if device.capability != (9, 0):
+            return (
+                f"{device.name} has compute capability {device.capability[0]}."
+                f"{device.capability[1]}, and the kernel is built for 9.0 (H100, H200, H20, GH200)"
+            )
+        return self._unsupported(call)
+
+    def _unsupported(self, call: ExpertsCall) -> str | None:
+        s = call.shape
+        if s.dtype not in ("bfloat16", "float16"):
+            return f"x is {s.dtype}; the kernel takes bfloat16 and float16"
+        if not s.gated:
+            return f"activation {call.activation.kind!r} is not gated, which the kernel needs"
+        if call.interleaved:
+            return "interleaved gate and up rows are not supported by the kernel"
+        if call.weight_on_input:
+            return "weight_on_input is not supported by the kernel"
+        for name, size in (("hidden", s.hidden), ("intermediate", s.intermediate)):
+            if size % 8:
+                return f"{name} is {size}; rows must be a multiple of 16 bytes, so of 8 elements"
+        if s.experts > 1024:
+            return f"{s.experts} experts; at most 1,024"
+        if s.top_k > 16:
+            return f"top_k is {s.top_k}; at most 16"
+        for name, weight in (("w13", call.w13), ("w2", call.w2)):
+            if not weight.is_contiguous():
+                return f"{name} has strides {weight.stride()}; it must be contiguous"
+            if weight.data_ptr() % 16:
+                return f"{name} does not start at a multiple of 16 bytes"
+        return None
+
+    def experts(self, call: ExpertsCall) -> Tensor:
+        with torch.cuda.device(call.device):
+            check(call.device)
+            return _run(call)
+
+
+def _raise_if_failed(pool: BufferPool) -> None:
+    code = int(pool.error[0])
+    if code:
+        pool.reset_all()
+        raise KernelError(
+            f"an earlier launch on {pool.device} gave up: {ERRORS.get(code, f'error {code}')}; its "
+            "output was filled with NaN"
+        )
+
+
+def check(device: torch.device | int | None = None) -> None:
+    """Raises KernelError if a launch on the device has given up since the last check.
+
+    Does not wait: a launch still running is not looked at. Call torch.cuda.synchronize() first to
+    include it.
+    """
+    index = device.index if isinstance(device, torch.device) else device
+    if index is None:
+        index = torch.cuda.current_device()
+    pool = _pools.get(index)
+    if pool is not None:
+        stream = torch.cuda.current_stream(index).cuda_stream
+        if capture_id(stream) is None:
+            _raise_if_failed(pool)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    plan: KernelPlan
+    config: KernelConfig
+    kernel: Kernel
+
+
+_prepared: set[tuple[KernelConfig, int, int]] = set()
+
+
+def _ready(call: ExpertsCall, plan: KernelPlan, tokens: int, capturing: bool) -> _Ready:
+    s, act = call.shape, call.activation
+    config = KernelConfig.of(
+        plan,
+        dtype=s.dtype,
+        activation=act.kind,
+        clamp=act.limit is not None,
+        bias=call.b13 is not None or call.b2 is not None,
+        hidden=s.hidden,
+        intermediate=s.intermediate,
+    )
+    index = call.device.index or 0
+    shared = _device(index).shared_bytes if plan.local_plan else config.ring_bytes
+    key = (config, shared, index)
+    if capturing and key not in _prepared:
+        raise RuntimeError(
+            "the experts kernel for this shape is not loaded yet and cannot be during graph "
+            f"capture; call weave_moe.warmup(shape, tokens={tokens}) before it"
+        )
+    kernel = kernel_for(config, shared)
+    if key not in _prepared:
+        kernel.prepare(index)
+        _prepared.add(key)
+    return _Ready(plan, config, kernel)
+
+
+def _buffers_for(call: ExpertsCall, pool: BufferPool, stream: int) -> Buffers:
+    if call.workspace is None:
+        return pool.get(stream)
+    held = getattr(call.workspace, "_cuda_buffers", None)
+    if held is None:
+        held = {}
+        call.workspace._cuda_buffers = held
+    index = call.device.index
+    if index not in held:
+        held[index] = pool.new()
+    buffers: Buffers = held[index]
+    return buffers
+
+
+def _run(call: ExpertsCall) -> Tensor:
+    out = call.output()
+    pool = _pool(call.device)
+    stream = torch.cuda.current_stream().cuda_stream
+    capturing = capture_id(stream) is not None
+    buffers = _buffers_for(call, pool, stream)
+    for first in range(0, call.num_tokens, SLAB_TOKENS):
+        _launch(call, out, first, min(SLAB_TOKENS, call.num_tokens - first), pool, buffers, capturing)
+    return out
+
+
+def _launch(
+    call: ExpertsCall,
+    out: Tensor,
+    first: int,
+    tokens: int,
+    pool: BufferPool,
+    buffers: Buffers,
+    capturing: bool,
+    *,
+    override: KernelPlan | None = None,
+) -> None:
+    s = call.shape
+    index = call.device.index or 0
+    plan = override or plan_for(s, tokens, index)
+    ready = _ready(call, plan, tokens, capturing)
+    workers = _device(index).multiprocessors
+    needs = needs_of(
+        plan,
+        tokens=tokens,
+        top_k=s.top_k,
+        experts=s.experts,
+        hidden=s.hidden,
+        intermediate=s.intermediate,
+        dtype=s.dtype,
+        workers=workers,
+    )
+    buffers.fit(needs)
+
+    p = Launch()
+    p.x = call.x.data_ptr() + first * s.hidden * 2
+    p.ids = call.topk_ids.data_ptr() + first * s.top_k * call.topk_ids.element_size()
+    p.weights = call.topk_weights.data_ptr() + first * s.top_k * call.topk_weights.element_size()
+    p.valid = _pointer(call.num_valid_tokens)
+    p.valid_offset = first
+    p.valid_wide = int(
+        call.num_valid_tokens is not None and call.num_valid_tokens.dtype == torch.int64
+    )
+    p.expert_map = _pointer(call.expert_map)
+    p.experts_global = 0 if call.expert_map is None else call.expert_map.numel()
+    p.b13, p.b2 = _pointer(call.b13), _pointer(call.b2)
+    p.out = out.data_ptr() + first * s.hidden * 2
+    p.h, p.rows = buffers.h.data_ptr(), buffers.rows.data_ptr()
+    if not plan.local_plan:
+        at = buffers.plan.data_ptr()
+        for name, words in (
+            ("groups", 4 * needs.groups),
+            ("expert_group", s.experts + 1),
+            ("expert_row", s.experts),
+            ("expert_tokens", s.experts),
+            ("row_slot", needs.h_rows),
+            ("slot_row", tokens * s.top_k),
+            ("totals", 2),
+        ):
+            setattr(p.plan, name, at)
+            at += 4 * words
+        p.plan_scratch = at
+    base = buffers.counters.data_ptr()
+    shared = p.shared
+    shared.control = base
+    shared.queue = base + 64
+    shared.up_done = base + 64 + 24 * workers
+    shared.down_done = shared.up_done + 4 * needs.groups
+    shared.workers, shared.max_groups, shared.experts = workers, needs.groups, s.experts
+    shared.spin_limit = getattr(call.workspace, "_spin_limit", _SPIN_LIMIT)
+    knobs = p.knobs
+    policy = _auto_policy(tokens) if call.policy == "auto" else call.policy
+    knobs.policy = POLICIES[policy]
+    knobs.victim = VICTIMS[getattr(call.workspace, "victim", "largest")]
+    knobs.steal_one = int(getattr(call.workspace, "steal", "half") == "one")
+    knobs.min_steal = getattr(call.workspace, "min_steal", 1)
+    knobs.static_share = getattr(call.workspace, "static_share", 70)
+    p.host_error = pool.error.data_ptr()
+    p.weight_hint = _EVICT_FIRST if tokens < _HINT_NORMAL_TOKENS else _EVICT_NORMAL
+    p.ring_limit_ns = _RING_LIMIT_NS
+    p.x_pitch = s.hidden
+    p.tokens, p.top_k, p.experts = tokens, s.top_k, s.experts
+    p.hidden, p.intermediate = s.hidden, s.intermediate
+    p.chunks_up = -(-s.intermediate // plan.chunk_up)
+    p.chunks_down = -(-s.hidden // plan.chunk_down)
+    p.combine_tokens, p.slice = plan.combine_tokens, plan.slice
+    p.combine_slices = -(-s.hidden // plan.slice)
+    p.ids_wide = int(call.topk_ids.dtype == torch.int64)
+    p.weights_kind = {"float32": 0, "bfloat16": 1, "float16": 2}[dtype_name(call.topk_weights.dtype)]
+    act = call.activation
+    p.alpha, p.up_offset = act.alpha, act.up_offset
+    p.limit = act.limit if act.limit is not None else 0.0
+    stats = getattr(call.workspace, "_cuda_stats", None)
+    p.stats = _pointer(stats)
+
+    maps = launch_maps(
+        [
+            *_maps_of_weights(call, plan),
+            *buffers.activation_maps(plan, s.intermediate, needs.h_rows, s.dtype),
+        ]
+    )
+    ready.kernel.launch(workers, torch.cuda.current_stream().cuda_stream, maps, p)
+
+
+def warmup(shape: LayerShape, tokens: int, *, device: int | None = None, **options: Any) -> None:
+    """Compiles (or reads from the cache) and loads every kernel that calls of up to `tokens` tokens
+    can need, so that later calls, and graph captures, compile and load nothing.
+
+    shape: the layer's sizes.  tokens: largest T.  options: `activation` and `bias` (whether b13 or
+    b2 will be given), if they are not the defaults.
+    """
+    from ..shapes import Activation
+
+    activation = Activation.parse(options.pop("activation", "silu"))
+    bias = bool(options.pop("bias", False))
+    if options:
+        raise TypeError(f"warmup got unknown options {sorted(options)}")
+    index = torch.cuda.current_device() if device is None else device
+    with torch.cuda.device(index):
+        seen = set()
+        for count in _plan_points(shape, tokens, index):
+            plan = plan_for(shape, count, index)
+            config = KernelConfig.of(
+                plan,
+                dtype=shape.dtype,
+                activation=activation.kind,
+                clamp=activation.limit is not None,
+                bias=bias,
+                hidden=shape.hidden,
+                intermediate=shape.intermediate,
+            )
+            shared = _device(index).shared_bytes if plan.local_plan else config.ring_bytes
+            if (config, shared) in seen:
+                continue
+            seen.add((config, shared))
+            kernel_for(config, shared).prepare(index)
+            _prepared.add((config, shared, index))
+
+
+def _plan_points(shape: LayerShape, tokens: int, device: int) -> list[int]:
+    """Token counts at which the choice of kernel can change, up to `tokens`."""
+    return list(range(1, min(tokens, 1024) + 1)) + [t for t in (1025, SLAB_TOKENS) if t <= tokens]
+
+
+BACKEND: Final = _Cuda()

@@ -1,0 +1,254 @@
+// Consumer warpgroups: wgmma over the ring, then the activation or the down rows, then combine tasks.
+//
+// Weights are the M side (64 rows a warpgroup), tokens the N side. Thread l of warp w holds, for tokens 8 j + 2 (l % 4)
+// and the next one, row 16 w + l / 4 in d[4 j], d[4 j + 1] and row 8 further in d[4 j + 2], d[4 j + 3]. In gate_up the
+// rows alternate by 8 between gate and up, so those are the gate and up of one element.
+#pragma once
+#include "config.h"
+#include "wgmma.h"
+
+namespace weave {
+
+WEAVE_FN float activate(const Launch& p, float gate, float up) {
+#if WEAVE_CLAMP
+  gate = gate > p.limit ? p.limit : gate;
+  up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
+#endif
+#if WEAVE_ACTIVATION == 0  // silu, with alpha
+  const float act = gate * reciprocal_fast(1.f + exp2_fast(-1.442695041f * p.alpha * gate));
+#elif WEAVE_ACTIVATION == 1  // gelu
+  const float act = 0.5f * gate * (1.f + erff(gate * 0.7071067812f));
+#else  // gelu, tanh form
+  const float act = 0.5f * gate * (1.f + tanh_fast(0.7978845608f * (gate + 0.044715f * gate * gate * gate)));
+#endif
+  return act * (up + p.up_offset);
+}
+
+template <int N>
+WEAVE_FN bool multiply(const Block& b, Cursor<RING>& ring, const TaskSlot& t, float (&d)[N / 2], int warpgroup, u32 lane) {
+  const bool packed = t.kind == GATE_UP ? PACKED_UP : PACKED_DOWN;
+  const u32 row_block = packed ? 1024 * K_BLOCKS : 1024;
+  const u32 k_block = packed ? 1024 : TILE_M * 128;
+  const u32 rows = warpgroup * 8 * row_block;
+  u32 previous = 0;
+  bool ok = true;
+#pragma unroll 1
+  for (u32 k = 0; k < t.steps; ++k) {
+    // A failed wait does not leave the loop: with a product in flight that would make ptxas serialise them all.
+    ok &= b.wait(&b.s.full[ring.slot], ring.phase);
+    const u64 w = wgmma_descriptor(smem_address(b.s.w[ring.slot]) + rows, row_block);
+    const u64 x = wgmma_descriptor(smem_address(b.s.x[ring.slot]), 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < TILE_K / 16; ++kk)
+      Wgmma<N, BF16>::mma(d, w + (kk / 4) * (k_block >> 4) + (kk % 4) * 2, x + (kk / 4) * (N * 128 >> 4) + (kk % 4) * 2);
+    wgmma_commit();
+    // One product stays in flight; the stage before it is free.
+    wgmma_wait<1>();
+    if (k && lane == 0) barrier_arrive(&b.s.empty[previous]);
+    previous = ring.slot;
+    ring.advance();
+  }
+  wgmma_wait<0>();
+  if (lane == 0) barrier_arrive(&b.s.empty[previous]);
+  return ok;
+}
+
+// Registers to rows of h: two tokens of one feature become two features of one token by a transpose within the warp.
+template <int N>
+WEAVE_FN void store_activations(const Block& b, const TaskSlot& t, const float (&d)[N / 2], int warpgroup, u32 warp, u32 lane) {
+  const Launch& p = b.p;
+  const u32 first = t.chunk * (TILE_M / 2) + warpgroup * 32 + warp * 8;
+  if (first >= p.intermediate) return;  // warp-uniform: the last chunk may reach past the rows
+  float bias_gate = 0, bias_up = 0;
+  if (BIAS && p.b13) {
+    const u16* bias = (const u16*)p.b13 + (u64)t.expert * 2 * p.intermediate + first + lane / 4;
+    bias_gate = unpack<BF16>(bias[0]);
+    bias_up = unpack<BF16>(bias[p.intermediate]);
+  }
+  u16* out = p.h + (u64)t.row * p.intermediate + first + 2 * (lane % 4);
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    const float a0 = activate(p, d[4 * j] + bias_gate, d[4 * j + 2] + bias_up);
+    const float a1 = activate(p, d[4 * j + 1] + bias_gate, d[4 * j + 3] + bias_up);
+    const u32 pair = transpose_8x8(pack2<BF16>(a0, a1));
+    const u32 token = 8 * j + lane / 4;
+    if (token < t.tokens) *(u32*)(out + (u64)token * p.intermediate) = pair;
+  }
+}
+
+template <int N>
+WEAVE_FN void store_rows(const Block& b, const TaskSlot& t, const float (&d)[N / 2], int warpgroup, u32 warp, u32 lane) {
+  const Launch& p = b.p;
+  const u32 first = t.chunk * TILE_M + warpgroup * 64 + warp * 16;
+  if (first >= p.hidden) return;
+  const bool second = first + 8 < p.hidden;
+  float bias[2] = {0, 0};
+  if (BIAS && p.b2) {
+    const u16* b2 = (const u16*)p.b2 + (u64)t.expert * p.hidden + first + lane / 4;
+    bias[0] = unpack<BF16>(b2[0]);
+    if (second) bias[1] = unpack<BF16>(b2[8]);
+  }
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    if (ROWS_FP32) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 token = 8 * j + 2 * (lane % 4) + i;
+        float* out = (float*)p.rows + (u64)(t.row + token) * p.hidden + first + lane / 4;
+        if (token < t.tokens) {
+          out[0] = d[4 * j + i] + bias[0];
+          if (second) out[8] = d[4 * j + 2 + i] + bias[1];
+        }
+      }
+    } else {
+      const u32 low = transpose_8x8(pack2<BF16>(d[4 * j] + bias[0], d[4 * j + 1] + bias[0]));
+      const u32 high = transpose_8x8(pack2<BF16>(d[4 * j + 2] + bias[1], d[4 * j + 3] + bias[1]));
+      const u32 token = 8 * j + lane / 4;
+      u16* out = (u16*)p.rows + (u64)(t.row + token) * p.hidden + first + 2 * (lane % 4);
+      if (token < t.tokens) {
+        *(u32*)out = low;
+        if (second) *(u32*)(out + 8) = high;
+      }
+    }
+  }
+}
+
+template <int N>
+WEAVE_FN bool run_tile(const Block& b, Cursor<RING>& ring, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
+  float d[N / 2];
+  // Undefined accumulators would be live across the task loop, those of all widths at once.
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) d[i] = 0.f;
+  if (!multiply<N>(b, ring, t, d, warpgroup, lane)) return false;
+  if (t.kind == GATE_UP) {
+    store_activations<N>(b, t, d, warpgroup, warp, lane);
+    fence_async_proxy();  // h is read by TMA
+  } else {
+    store_rows<N>(b, t, d, warpgroup, warp, lane);
+  }
+  return true;
+}
+
+template <int N>
+WEAVE_FN bool run_width(const Block& b, Cursor<RING>& ring, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
+  if (t.width == N) return run_tile<N>(b, ring, t, warpgroup, warp, lane);
+  if constexpr (N > 8)
+    return run_width<(N <= 64 ? N - 8 : N - 16)>(b, ring, t, warpgroup, warp, lane);
+  else
+    return false;
+}
+
+WEAVE_FN float weight_of(const Launch& p, u32 slot) {
+  if (p.weights_kind == 0) return __ldg((const float*)p.weights + slot);
+  const u16 w = __ldg((const u16*)p.weights + slot);
+  return p.weights_kind == 1 ? unpack<true>(w) : unpack<false>(w);
+}
+
+// y[token] = sum over slots, in slot order, of weight x row. Eight features a lane.
+template <class Index>
+WEAVE_FN bool combine(const Block& b, const Plan<Index>& plan, const ExpertOf& expert_of, const TaskSlot& t, u32 warp, u32 lane) {
+  const Launch& p = b.p;
+  const u32 begin = t.chunk * p.slice;
+  const u32 end = begin + p.slice < p.hidden ? begin + p.slice : p.hidden;
+  for (u32 i = 0; i < t.tokens; ++i) {
+    const u32 token = t.row + i;
+    u32 row = NONE;
+    float weight = 0;
+    bool ok = true;
+    if (lane < p.top_k) {
+      const u32 slot = token * p.top_k + lane;
+      const u32 e = expert_of(slot);
+      if (e != NONE) {
+        row = plan.slot_row[slot];
+        weight = weight_of(p, slot);
+        ok = wait_for_expert(p.shared, e, (plan.expert_group[e + 1] - plan.expert_group[e]) * p.chunks_down);
+      }
+    }
+    if (!__all_sync(~0u, ok)) {
+      b.abort(TASK_TIMEOUT);
+      return false;
+    }
+    for (u32 f = begin + (warp * 32 + lane) * 8; __any_sync(~0u, f < end); f += CONSUMER_WARPS * 256) {
+      float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+      for (u32 j0 = 0; j0 < p.top_k; j0 += 4) {
+        uint4 part[4][ROWS_FP32 ? 2 : 1];
+        float w[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const u32 from = j0 + j < p.top_k ? j0 + j : 0;
+          const u32 r = __shfl_sync(~0u, row, from);
+          w[j] = __shfl_sync(~0u, weight, from);
+          const bool use = j0 + j < p.top_k && r != NONE && f < end;
+          if (!use) w[j] = 0.f;
+#pragma unroll
+          for (int q = 0; q < (ROWS_FP32 ? 2 : 1); ++q) {
+            part[j][q] = make_uint4(0, 0, 0, 0);
+            if (use) part[j][q] = __ldcg((const uint4*)((const char*)p.rows + ((u64)r * p.hidden + f) * (ROWS_FP32 ? 4 : 2)) + q);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const u32* v = (const u32*)part[j];
+#pragma unroll
+          for (int q = 0; q < 8; ++q) {
+            const float value = ROWS_FP32 ? __uint_as_float(v[q]) : unpack<BF16>((u16)(v[q / 2] >> (q % 2 ? 16 : 0)));
+            sum[q] = fmaf(w[j], value, sum[q]);
+          }
+        }
+      }
+      if (f < end) {
+        const uint4 y = make_uint4(pack2<BF16>(sum[0], sum[1]), pack2<BF16>(sum[2], sum[3]), pack2<BF16>(sum[4], sum[5]), pack2<BF16>(sum[6], sum[7]));
+        *(uint4*)((u16*)p.out + (u64)token * p.hidden + f) = y;
+      }
+    }
+  }
+  return true;
+}
+
+template <class Index>
+WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& expert_of) {
+  const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int warpgroup = __shfl_sync(~0u, (int)(warp >> 2), 0);
+  Smem& s = b.s;
+  Cursor<RING> ring;
+  Cursor<TASK_RING> ring_task;
+  for (;;) {
+    if (!b.wait(&s.task_full[ring_task.slot], ring_task.phase)) return;
+    const TaskSlot t = s.task[ring_task.slot];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&s.task_empty[ring_task.slot]);
+    if (t.kind == END) return;
+    const bool ok = t.kind == COMBINE ? combine(b, plan, expert_of, t, warp, lane)
+                                      : run_width<WIDTH_CAP>(b, ring, t, warpgroup, warp & 3, lane);
+    if (!ok) {
+      if (lane == 0) b.abort(RING_TIMEOUT);
+      return;
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&s.task_done[ring_task.slot]);
+    ring_task.advance();
+  }
+}
+
+// One lane: tells other blocks of finished tiles, so that no consumer executes a device-wide fence.
+WEAVE_FN void publish_finished(const Block& b) {
+  Smem& s = b.s;
+  Cursor<TASK_RING> ring_task;
+  for (;;) {
+    if (!b.wait(&s.task_full[ring_task.slot], ring_task.phase)) return;
+    const u32 kind = s.task[ring_task.slot].kind, group = s.task[ring_task.slot].group, expert = s.task[ring_task.slot].expert;
+    if (kind == END) return;
+    if (!b.wait(&s.task_done[ring_task.slot], ring_task.phase)) return;
+    if (kind == GATE_UP) {
+      fence_async_proxy();  // the consumers' stores, seen here through task_done, are read by TMA elsewhere
+      finish_gate_up(b.p.shared, group);
+    } else if (kind == DOWN) {
+      finish_down(b.p.shared, expert);
+    }
+    barrier_arrive(&s.task_empty[ring_task.slot]);
+    ring_task.advance();
+  }
+}
+
+}  // namespace weave

@@ -1,0 +1,234 @@
+// The two producers of a block. The weight producer claims tasks and streams their weights; it never waits for data, so
+// weights run ahead of the dependencies. The activation producer alone waits for other tasks.
+#pragma once
+#include "config.h"
+
+namespace weave {
+
+template <class Index>
+WEAVE_FN TaskSlot describe(const Launch& p, const Plan<Index>& plan, u32 stage, u32 index) {
+  TaskSlot t;
+  t.kind = stage;
+  if (stage == COMBINE) {
+    const u32 block = index / p.combine_slices;
+    t.chunk = index - block * p.combine_slices;
+    t.row = block * p.combine_tokens;
+    t.tokens = p.tokens - t.row < p.combine_tokens ? p.tokens - t.row : p.combine_tokens;
+    t.width = t.expert = t.group = t.steps = 0;
+    return t;
+  }
+  const Tile tile = tile_at(plan.groups, stage == GATE_UP ? p.chunks_up : p.chunks_down, 1, index);
+  const Group g = plan.groups[tile.group];
+  t.group = tile.group;
+  t.chunk = tile.chunk;
+  t.expert = g.expert;
+  t.row = g.row;
+  t.tokens = g.tokens;
+  t.width = group_width(g.tokens);
+  t.steps = div_up(stage == GATE_UP ? p.hidden : p.intermediate, TILE_K);
+  return t;
+}
+
+WEAVE_FN void load_weights(const Block& b, const TaskSlot& t, u32 slot, u32 step) {
+  char* dst = b.s.w[slot];
+  u64* bar = &b.s.full[slot];
+  const u64 hint = b.p.weight_hint;
+  if (t.kind == GATE_UP) {
+    // Blocks of 8 rows, gate and up in turn, so that a thread of the consumer holds both halves of an element.
+    const int block = t.expert * (b.p.intermediate / 4) + t.chunk * (TILE_M / 16);
+    if (PACKED_UP) {
+      tma_load(dst, &b.maps.w13, bar, hint, 0, 0, step * K_BLOCKS, 0, block);
+    } else {
+      for (int kb = 0; kb < K_BLOCKS; ++kb)
+        tma_load(dst + kb * TILE_M * 128, &b.maps.w13, bar, hint, (step * K_BLOCKS + kb) * 64, 0, 0, block);
+    }
+  } else {
+    const int block = (t.expert * b.p.hidden + t.chunk * TILE_M) / 8;
+    if (PACKED_DOWN) {
+      tma_load(dst, &b.maps.w2, bar, hint, 0, 0, step * K_BLOCKS, block);
+    } else {
+      for (int kb = 0; kb < K_BLOCKS; ++kb)
+        tma_load(dst + kb * TILE_M * 128, &b.maps.w2, bar, hint, (step * K_BLOCKS + kb) * 64, 0, block);
+    }
+  }
+}
+
+// One warp. `ticket`: lane 0's first claim of the first stage, issued before the plan was known.
+template <class Index>
+WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticket) {
+  const WarpLanes lanes;
+  const Launch& p = b.p;
+  Cursor<RING> ring;
+  Cursor<TASK_RING> ring_task;
+  ring.phase = ring_task.phase = 1;
+  ClaimCounts total = {0, 0, 0, 0, 0};
+  bool ok = true;
+  u64 raw = ticket;
+  for (u32 stage = 0; stage < STAGES && ok; ++stage) {
+    Stage st;
+    st.tick = &p.shared.control->tick[stage];
+    st.queue = p.shared.queue + (u64)stage * p.shared.workers;
+    st.workers = p.shared.workers;
+    st.experts = p.experts;
+    st.expert_group = plan.expert_group;
+    st.tasks_per_group = stage == GATE_UP ? p.chunks_up : p.chunks_down;
+    st.tasks = stage == COMBINE ? div_up(p.tokens, p.combine_tokens) * p.combine_slices : plan.totals->groups * st.tasks_per_group;
+    Knobs knobs = p.knobs;
+    if (stage == COMBINE && knobs.policy == STATIC_EXPERT) knobs.policy = STATIC_STRIDED;  // no expert to map by
+    Claimer claimer;
+    claimer.begin(st, knobs, blockIdx.x);
+    if (stage && lanes.lane() == 0) raw = claimer.issue();
+    for (;;) {
+      const u32 index = claimer.next(lanes, raw);
+      if (index == NONE) break;
+      if (lanes.lane() == 0) {
+        const TaskSlot t = describe(p, plan, stage, index);
+        ok = b.wait(&b.s.task_empty[ring_task.slot], ring_task.phase);
+        if (ok) {
+          b.s.task[ring_task.slot] = t;
+          barrier_arrive(&b.s.task_full[ring_task.slot]);
+        }
+        // The next claim is in flight during the last loads of this task.
+        const u32 claim_at = t.steps > 3 ? t.steps - 3 : 0;
+        for (u32 k = 0; k < t.steps && ok; ++k) {
+          if (k == claim_at) raw = claimer.issue();
+          ok = b.wait(&b.s.empty[ring.slot], ring.phase);
+          if (!ok) break;
+          barrier_arrive_expect(&b.s.full[ring.slot], W_BYTES);
+          load_weights(b, t, ring.slot, k);
+          ring.advance();
+        }
+        // A combine task has no loads to pace its claims, and it may wait: never claim past one.
+        if (stage == COMBINE && ok) {
+          ok = b.wait(&b.s.task_done[ring_task.slot], ring_task.phase ^ 1);
+          raw = claimer.issue();
+        }
+      }
+      ok = lanes.first(ok);
+      ring_task.advance();
+      if (!ok) break;
+    }
+    total.tasks += claimer.counts.tasks;
+    total.tickets += claimer.counts.tickets;
+    total.steals += claimer.counts.steals;
+    total.sweeps += claimer.counts.sweeps;
+    total.lost += claimer.counts.lost;
+  }
+  if (lanes.lane() != 0) return;
+  if (ok && b.wait(&b.s.task_empty[ring_task.slot], ring_task.phase)) {
+    b.s.task[ring_task.slot].kind = END;
+    barrier_arrive(&b.s.task_full[ring_task.slot]);
+  }
+  if (p.stats) {
+    u64* out = p.stats + blockIdx.x * 8;
+    out[2] = total.tasks, out[3] = total.steals, out[4] = total.sweeps, out[5] = total.tickets, out[6] = total.lost;
+  }
+}
+
+// Rows of x, gathered by token with 16-byte copies into the swizzled layout wgmma reads. Such copies are ordinary writes
+// that finish out of step with this warp: a stage is handed over LAG stages later, after their completion and a fence.
+template <class Index>
+struct Gather {
+  static constexpr int LAG = RING > 3 ? 3 : RING - 1;
+  static constexpr int LANES_PER_ROW = TILE_K / 8, ROWS_PER_COPY = 32 / LANES_PER_ROW;
+  static constexpr int TOKEN_REGISTERS = (WIDTH_CAP + 31) / 32;
+  u32 token[TOKEN_REGISTERS];  // lane l: the token of row 32 i + l
+  u32 pending = 0;             // stages copied to but not handed over
+  Cursor<RING> oldest;
+
+  WEAVE_FN void load_tokens(const Launch& p, const Plan<Index>& plan, const TaskSlot& t, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < TOKEN_REGISTERS; ++i) {
+      const u32 r = 32 * i + lane;
+      token[i] = r < t.tokens ? (u32)plan.row_slot[t.row + r] / p.top_k : 0;
+    }
+  }
+  WEAVE_FN void copy(const Launch& p, char* stage, const TaskSlot& t, u32 step, u32 lane) {
+    const u32 column16 = lane % LANES_PER_ROW;
+    const u32 column = step * TILE_K + column16 * 8;
+    const u32 bytes = column < p.hidden ? 16 : 0;
+    const u16* x = (const u16*)p.x + (bytes ? column : 0);
+    const u32 block = smem_address(stage) + (column16 / 8) * t.width * 128;
+#pragma unroll
+    for (int i = 0; i < WIDTH_CAP / ROWS_PER_COPY; ++i) {
+      if (i * ROWS_PER_COPY >= t.tokens) break;
+      const u32 r = i * ROWS_PER_COPY + lane / LANES_PER_ROW;
+      const u32 tok = __shfl_sync(~0u, token[i * ROWS_PER_COPY / 32], r & 31);
+      if (r < t.tokens) copy_async_16(block + r * 128 + ((column16 & 7) ^ (r & 7)) * 16, x + (i64)tok * p.x_pitch, bytes);
+    }
+    copy_async_commit();
+    pending++;
+  }
+  template <int KEEP>
+  WEAVE_FN void hand_over(Smem& s, u32 lane) {
+    if (pending <= KEEP) return;
+    copy_async_wait<KEEP>();
+    fence_async_proxy();
+    __syncwarp();
+    for (; pending > KEEP; --pending) {
+      if (lane == 0) barrier_arrive(&s.full[oldest.slot]);
+      oldest.advance();
+    }
+  }
+};
+
+// One warp.
+template <class Index>
+WEAVE_FN void produce_activations(const Block& b, const Plan<Index>& plan) {
+  const u32 lane = threadIdx.x & 31;
+  const Launch& p = b.p;
+  Smem& s = b.s;
+  Cursor<RING> ring;
+  Cursor<TASK_RING> ring_task;
+  ring.phase = 1;
+  Gather<Index> gather;
+  for (;;) {
+    if (!barrier_try_wait(&s.task_full[ring_task.slot], ring_task.phase)) {
+      gather.template hand_over<0>(s, lane);  // consumers must not wait for stages held back here
+      if (!b.wait(&s.task_full[ring_task.slot], ring_task.phase)) return;
+    }
+    const TaskSlot t = s.task[ring_task.slot];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&s.task_empty[ring_task.slot]);
+    ring_task.advance();
+    if (t.kind == END) break;
+    if (t.kind == GATE_UP) {
+      gather.load_tokens(p, plan, t, lane);
+      for (u32 k = 0; k < t.steps; ++k) {
+        if (!b.wait(&s.empty[ring.slot], ring.phase)) return;
+        gather.copy(p, s.x[ring.slot], t, k, lane);
+        ring.advance();
+        gather.template hand_over<Gather<Index>::LAG>(s, lane);
+      }
+    } else if (t.kind == DOWN) {
+      gather.template hand_over<0>(s, lane);  // before any wait for another block
+      bool ok = true;
+      if (lane == 0) {
+        ok = wait_for_group(p.shared, t.group, p.chunks_up);
+        fence_async_proxy();  // rows of h were ordinary stores; TMA reads them
+        if (!ok) b.abort(TASK_TIMEOUT);
+        const TensorMap* map = &b.maps.h[t.width / 8 - 1];
+        for (u32 k = 0; k < t.steps && ok; ++k) {
+          ok = b.wait(&s.empty[ring.slot], ring.phase);
+          if (!ok) break;
+          u64* bar = &s.full[ring.slot];
+          barrier_arrive_expect(bar, t.width * TILE_K * 2);
+          if (PACKED_DOWN) {
+            tma_load(s.x[ring.slot], map, bar, EVICT_LAST, 0, t.row, k * K_BLOCKS);
+          } else {
+            for (int kb = 0; kb < K_BLOCKS; ++kb)
+              tma_load(s.x[ring.slot] + kb * t.width * 128, map, bar, EVICT_LAST, (k * K_BLOCKS + kb) * 64, t.row);
+          }
+          ring.advance();
+        }
+      }
+      if (!__shfl_sync(~0u, ok, 0)) return;
+      ring.slot = __shfl_sync(~0u, ring.slot, 0);
+      ring.phase = __shfl_sync(~0u, ring.phase, 0);
+      gather.oldest = ring;
+    }
+  }
+  gather.template hand_over<0>(s, lane);
+}
+
+}  // namespace weave

@@ -1,0 +1,148 @@
+"""The CUDA driver through ctypes: loading a cubin, launching it, tensor maps, capture ids.
+
+Only what the kernels need; torch owns contexts, streams and memory. Importing this module loads
+nothing: libcuda is opened at the first call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final
+
+__all__ = [
+    "CudaError",
+    "Kernel",
+    "capture_id",
+    "encode_tensor_map",
+]
+
+TENSOR_MAP_BYTES: Final = 128
+_MAX_DYNAMIC_SHARED_BYTES: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_DATA_TYPES: Final = {"bfloat16": 9, "float16": 6}  # CUtensorMapDataType
+_SWIZZLE_128B: Final = 3
+# Weights are read once, in whole 128-byte lines. Promoting them to 256 bytes in L2 was measured to
+# cost 2 to 7 percent (docs/measured.md).
+_L2_PROMOTION_128B: Final = 2
+
+
+class CudaError(RuntimeError):
+    """A driver call failed; the message names the call and the driver's words for it."""
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(name: str, status: int) -> None:
+    if status == 0:
+        return
+    text = ctypes.c_char_p()
+    _library().cuGetErrorString(status, ctypes.byref(text))
+    raise CudaError(f"{name} failed: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    _check(name, getattr(_library(), name)(*arguments))
+
+
+class Kernel:
+    """One kernel of a cubin, for every device of its architecture.
+
+    cubin: the code.  name: the kernel's name.  shared_bytes: dynamic shared memory of a block.
+    threads: threads of a block.  Raises CudaError if the driver does not take the code.
+    """
+
+    def __init__(self, cubin: bytes, name: str, *, shared_bytes: int, threads: int) -> None:
+        self.shared_bytes = shared_bytes
+        self.threads = threads
+        self._cubin = cubin  # the driver may read it again when another device loads it
+        library = ctypes.c_void_p()
+        _call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
+        self._handle = ctypes.c_void_p()
+        _call("cuLibraryGetKernel", ctypes.byref(self._handle), library, name.encode())
+
+    def prepare(self, device: int) -> None:
+        """Loads the code on a device and allows its shared memory. Not during capture."""
+        function = ctypes.c_void_p()
+        _call("cuKernelGetFunction", ctypes.byref(function), self._handle)
+        _call(
+            "cuKernelSetAttribute",
+            _MAX_DYNAMIC_SHARED_BYTES,
+            self.shared_bytes,
+            self._handle,
+            device,
+        )
+
+    def launch(self, blocks: int, stream: int, *arguments: ctypes.Structure) -> None:
+        """Launches `blocks` blocks on a stream of the current device; arguments by value."""
+        pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
+        _call(
+            "cuLaunchKernel",
+            self._handle,
+            blocks,
+            1,
+            1,
+            self.threads,
+            1,
+            1,
+            self.shared_bytes,
+            ctypes.c_void_p(stream),
+            pointers,
+            None,
+        )
+
+
+def encode_tensor_map(
+    pointer: int, dtype: str, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> bytes:
+    """A tiled TMA map with 128-byte swizzle and zeros outside the tensor.
+
+    pointer: device address, 16-byte aligned.  dims, box: elements, innermost first.
+    strides: elements, of dims[1:]; each a multiple of 8.  dtype: "bfloat16" or "float16".
+    """
+    rank = len(dims)
+    out = (ctypes.c_char * (TENSOR_MAP_BYTES + 64))()
+    at = (ctypes.addressof(out) + 63) & ~63
+    _call(
+        "cuTensorMapEncodeTiled",
+        ctypes.c_void_p(at),
+        _DATA_TYPES[dtype],
+        rank,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * rank)(*dims),
+        (ctypes.c_uint64 * (rank - 1))(*[2 * s for s in strides]),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,  # no interleave
+        _SWIZZLE_128B,
+        _L2_PROMOTION_128B,
+        0,  # zeros outside
+    )
+    return ctypes.string_at(at, TENSOR_MAP_BYTES)
+
+
+def capture_id(stream: int) -> int | None:
+    """A number for the graph capture in progress on a stream, None if there is none."""
+    status = ctypes.c_int()
+    number = ctypes.c_uint64()
+    # The older form of the call is in every driver that runs Hopper.
+    library = _library()
+    form = getattr(library, "cuStreamGetCaptureInfo_v2", None)
+    if form is not None:
+        result = form(
+            ctypes.c_void_p(stream),
+            ctypes.byref(status),
+            ctypes.byref(number),
+            None,
+            None,
+            None,
+        )
+    else:
+        result = library.cuStreamGetCaptureInfo(
+            ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)
+        )
+    _check("cuStreamGetCaptureInfo", result)
+    return number.value if status.value == 1 else None

@@ -1,0 +1,265 @@
+"""The experts kernel: its compile-time configuration, its parameters, and the cache of compiled code.
+
+The C++ side is device/config.h; both sides' sizes are compared when the kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from ..schedule.granularity import KernelPlan, ring_bytes
+from . import cache as disk
+from . import nvrtc
+from .driver import TENSOR_MAP_BYTES, Kernel
+
+__all__ = ["KernelConfig", "Launch", "kernel_for", "launch_maps"]
+
+DEVICE: Final = Path(__file__).parents[1] / "device"
+_SOURCE: Final = "experts.cu"
+_ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+POLICIES: Final = {
+    "counter": 0,
+    "steal": 1,
+    "static_strided": 2,
+    "static_expert": 3,
+    "static_tail": 4,
+    "window": 5,
+}
+VICTIMS: Final = {"largest": 0, "random": 1}
+ERRORS: Final = {
+    1: "two launches used one workspace at the same time",
+    2: "the plan was not published in time",
+    3: "a task waited too long for another one's result",
+    4: "a stage of the shared-memory ring was not filled or freed in time",
+}
+
+
+class _PlanPointers(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in (
+            "groups",
+            "expert_group",
+            "expert_row",
+            "expert_tokens",
+            "row_slot",
+            "slot_row",
+            "totals",
+        )
+    ]
+
+
+class _Shared(ctypes.Structure):
+    _fields_ = [
+        *[
+            (name, ctypes.c_void_p)
+            for name in ("control", "queue", "up_done", "down_done", "up_parts", "down_parts")
+        ],
+        *[(name, ctypes.c_uint32) for name in ("workers", "max_groups", "experts", "spin_limit")],
+    ]
+
+
+class _Knobs(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint32)
+        for name in ("policy", "victim", "steal_one", "min_steal", "static_share")
+    ]
+
+
+class Launch(ctypes.Structure):
+    """`weave::Launch` of device/config.h, field for field."""
+
+    _fields_ = [
+        *[
+            (name, ctypes.c_void_p)
+            for name in (
+                "x",
+                "ids",
+                "weights",
+                "valid",
+                "expert_map",
+                "b13",
+                "b2",
+                "out",
+                "h",
+                "rows",
+            )
+        ],
+        ("plan", _PlanPointers),
+        ("plan_scratch", ctypes.c_void_p),
+        ("shared", _Shared),
+        ("knobs", _Knobs),
+        ("stats", ctypes.c_void_p),
+        ("host_error", ctypes.c_void_p),
+        ("weight_hint", ctypes.c_uint64),
+        ("ring_limit_ns", ctypes.c_uint64),
+        ("x_pitch", ctypes.c_int64),
+        ("valid_offset", ctypes.c_int64),
+        *[
+            (name, ctypes.c_uint32)
+            for name in (
+                "tokens",
+                "top_k",
+                "experts",
+                "experts_global",
+                "hidden",
+                "intermediate",
+                "chunks_up",
+                "chunks_down",
+                "combine_tokens",
+                "combine_slices",
+                "slice",
+                "ids_wide",
+                "weights_kind",
+                "valid_wide",
+            )
+        ],
+        *[(name, ctypes.c_float) for name in ("alpha", "limit", "up_offset")],
+    ]
+
+
+@cache
+def _maps_type(count: int) -> type[ctypes.Structure]:
+    size = count * TENSOR_MAP_BYTES
+    return type("Maps", (ctypes.Structure,), {"_fields_": [("bytes", ctypes.c_char * size)]})
+
+
+def launch_maps(maps: list[bytes]) -> ctypes.Structure:
+    """`weave::Maps`: the maps of w13 and w2, then those of the activations by width."""
+    structure = _maps_type(len(maps))()
+    ctypes.memmove(ctypes.addressof(structure), b"".join(maps), len(maps) * TENSOR_MAP_BYTES)
+    return structure
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """What is fixed when the kernel is compiled.
+
+    dtype: "bfloat16" or "float16".  activation: a gated kind of `Activation`.  clamp: it has a
+    limit.  bias: either bias is given.  packed_up, packed_down: hidden, intermediate are multiples
+    of 64, so that one TMA box holds all columns of a stage.
+    """
+
+    tile_m: int
+    tile_k: int
+    stages: int
+    width_cap: int
+    local_plan: bool
+    dtype: str
+    activation: str
+    clamp: bool
+    bias: bool
+    packed_up: bool
+    packed_down: bool
+
+    @classmethod
+    def of(
+        cls,
+        plan: KernelPlan,
+        *,
+        dtype: str,
+        activation: str,
+        clamp: bool,
+        bias: bool,
+        hidden: int,
+        intermediate: int,
+    ) -> KernelConfig:
+        """The configuration for a plan and a layer."""
+        return cls(
+            plan.tile_m,
+            plan.tile_k,
+            plan.stages,
+            plan.width_cap,
+            plan.local_plan,
+            dtype,
+            activation,
+            clamp,
+            bias,
+            hidden % 64 == 0,
+            intermediate % 64 == 0,
+        )
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory without a local plan."""
+        return ring_bytes(self.tile_m, self.tile_k, self.stages, self.width_cap)
+
+    def options(self) -> list[str]:
+        """NVRTC's command line."""
+        values = {
+            "TILE_M": self.tile_m,
+            "TILE_K": self.tile_k,
+            "STAGES": self.stages,
+            "WIDTH_CAP": self.width_cap,
+            "LOCAL_PLAN": int(self.local_plan),
+            "BF16": int(self.dtype == "bfloat16"),
+            "ACTIVATION": _ACTIVATIONS[self.activation],
+            "CLAMP": int(self.clamp),
+            "BIAS": int(self.bias),
+            "PACKED_UP": int(self.packed_up),
+            "PACKED_DOWN": int(self.packed_down),
+            "SMEM_BYTES": self.ring_bytes,
+            "LAUNCH_BYTES": ctypes.sizeof(Launch),
+        }
+        return [f"-DWEAVE_{name}={value}" for name, value in values.items()]
+
+    def write_cubin(self, path: Path) -> None:
+        """Compiles into a file."""
+        path.write_bytes(self.compile()[0])
+
+    def compile(self, *extra: str) -> tuple[bytes, str]:
+        """The cubin and the compiler's log; `extra` are further options."""
+        headers = device_sources()
+        source = headers[_SOURCE]
+        return nvrtc.compile_cubin(source, headers, [*self.options(), *extra])
+
+
+@cache
+def device_sources() -> dict[str, str]:
+    """The device code's text by file name."""
+    return {p.name: p.read_text() for p in sorted(DEVICE.iterdir()) if p.suffix in {".h", ".cu"}}
+
+
+@cache
+def _source_hash() -> str:
+    digest = hashlib.sha256()
+    for name, text in device_sources().items():
+        digest.update(f"{name}\0{text}\0".encode())
+    return digest.hexdigest()
+
+
+_kernels: dict[tuple[KernelConfig, int], Kernel] = {}
+_lock = threading.Lock()
+
+
+def kernel_for(config: KernelConfig, shared_bytes: int) -> Kernel:
+    """The loaded kernel: compiled at first use, then from the disk cache.
+
+    shared_bytes: dynamic shared memory of a launch, with the local plan.
+    """
+    key = (config, shared_bytes)
+    found = _kernels.get(key)
+    if found is not None:
+        return found
+    with _lock:
+        found = _kernels.get(key)
+        if found is None:
+            identity = [_source_hash(), nvrtc.ARCHITECTURE, nvrtc.version(), *config.options()]
+            path = disk.entry(
+                f"experts-{disk.key(*identity)}.cubin",
+                config.write_cubin,
+            )
+            threads = config.tile_m // 64 * 128 + 128
+            found = Kernel(
+                path.read_bytes(), "weave_experts", shared_bytes=shared_bytes, threads=threads
+            )
+            _kernels[key] = found
+    return found
+
