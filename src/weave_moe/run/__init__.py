@@ -1,0 +1,1 @@
+"""What the commands do: routing sources, comparison of policies, tables and timelines."""
