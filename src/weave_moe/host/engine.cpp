@@ -108,7 +108,7 @@ struct WeaveWorkspace {
   template <class F>
   void each_data(const F& f) {
     for (weave::Buffer* b : {&groups, &expert_group, &expert_row, &expert_tokens, &row_slot, &slot_row, &totals,
-                             &histogram, &activation, &rows, &up_sums, &down_sums})
+                             &histogram, &activation, &rows, &up_sums, &down_sums, &scratch})
       f(*b);
   }
 };
@@ -609,7 +609,6 @@ int64_t weave_workspace_bytes(const WeaveWorkspace* ws) {
 
 void weave_workspace_poison(WeaveWorkspace* ws) {
   ws->each_data([](weave::Buffer& b) { b.fill(0xff); });
-  ws->scratch.fill(0xff);
 }
 
 int32_t weave_run(WeaveWorkspace* ws, const WeaveCall* call, const WeaveOptions* options, WeaveRunStats* stats) {

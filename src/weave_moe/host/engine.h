@@ -98,7 +98,7 @@ typedef struct WeaveWorkspace WeaveWorkspace;
 
 WeaveWorkspace* weave_workspace_create(void); /* null: no memory */
 void weave_workspace_destroy(WeaveWorkspace*);
-/* Bytes that the workspace holds now, without the trace and the workers' own buffers. */
+/* Bytes that the workspace holds now, without the trace. */
 int64_t weave_workspace_bytes(const WeaveWorkspace*);
 /* Fill with 0xff (NaN in every dtype) every byte whose value a launch must not depend on. */
 void weave_workspace_poison(WeaveWorkspace*);

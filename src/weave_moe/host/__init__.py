@@ -1,0 +1,1 @@
+"""The CPU engine: the scheduler of the GPU kernel on threads, each task a plain loop."""

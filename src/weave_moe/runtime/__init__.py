@@ -1,0 +1,1 @@
+"""What runs compiled code: compilers, their cache on disk, drivers."""
