@@ -212,7 +212,7 @@ def route(
 
 def _drop_groups(key: Tensor, config: RoutingConfig, *, biased: bool) -> Tensor:
     """`key` [T, E] with -inf for the experts outside each token's best groups."""
-    grouped = key.reshape(key.size(0), config.num_groups, -1)
+    grouped = key.reshape(key.size(0), config.num_groups, key.size(1) // config.num_groups)
     best = grouped.sort(dim=-1, descending=True).values[..., : 2 if biased else 1].sum(dim=-1)
     kept = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, : config.topk_groups]
     dropped = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)

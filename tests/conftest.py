@@ -1,0 +1,51 @@
+"""What all tests share: markers, hypothesis' settings, and the backends that a test runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from generators import experts_case
+from weave_moe import backends
+
+# Examples run for milliseconds to tenths of a second on machines of any load.
+settings.register_profile(
+    "weave",
+    deadline=None,
+    max_examples=40,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("weave")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The sizes here are too small for torch's threads, and tests run side by side."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", params=["reference", "host"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of a backend that can run here; the test is skipped with the reason otherwise."""
+    name: str = request.param
+    try:
+        backends.choose(experts_case(tokens=1).call(), name)
+    except ValueError as error:
+        pytest.skip(str(error))
+    return name
