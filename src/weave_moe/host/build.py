@@ -29,6 +29,8 @@ FLAGS: Final = (
     "-std=c++17",
     # A compiler that may fuse products with sums does it in one copy of a loop, not in another.
     "-ffp-contract=off",
+    # Nobody looks at floating-point exception flags, and loops with a choice in them vectorise.
+    "-fno-trapping-math",
     "-fPIC",
     "-shared",
     "-pthread",

@@ -160,8 +160,8 @@ def _lock(path: Path) -> Iterator[None]:
             except OSError:  # a file system without locks
                 break
         yield
-        lock.unlink(missing_ok=True)
     finally:
+        lock.unlink(missing_ok=True)
         os.close(handle)
 
 

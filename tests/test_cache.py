@@ -1,0 +1,244 @@
+"""The disk cache of compiled code, alone and with several processes at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weave_moe.runtime import cache
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("WEAVE_MOE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.delenv("WEAVE_MOE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache.directory() == Path("/home/somebody/.cache/weave-moe")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/xdg")
+    assert cache.directory() == Path("/var/xdg/weave-moe")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache.directory() == Path("/home/somebody/.cache/weave-moe")
+    monkeypatch.setenv("WEAVE_MOE_CACHE", "~/mine")
+    assert cache.directory() == Path("/home/somebody/mine")
+    monkeypatch.setenv("WEAVE_MOE_CACHE", "mine")
+    monkeypatch.chdir(tmp_path)
+    assert cache.directory() == tmp_path / "mine"
+    monkeypatch.setenv("WEAVE_MOE_CACHE", "")
+    assert cache.directory() == Path("/home/somebody/.cache/weave-moe")
+    assert not (tmp_path / "mine").exists()  # asking creates nothing
+
+
+def test_made_once_and_kept(home: Path) -> None:
+    made: list[str] = []
+
+    def make() -> bytes:
+        made.append("now")
+        return b"content"
+
+    paths = {cache.cached_file("kernel", ["source", "flags"], ".bin", make) for _ in range(3)}
+    (path,) = paths
+    assert path.parent == home
+    assert path.name.startswith("kernel-")
+    assert path.suffix == ".bin"
+    assert path.read_bytes() == b"content"
+    assert made == ["now"]
+    assert list(home.iterdir()) == [path]  # neither locks nor leftovers
+    assert home.stat().st_mode & 0o077 == 0  # others may not plant code here
+    cache.discard(path)
+    cache.discard(path)
+    assert cache.cached_file("kernel", ["source", "flags"], ".bin", make) == path
+    assert made == ["now"] * 2
+
+
+@given(
+    st.lists(st.text(max_size=4) | st.binary(max_size=4), max_size=4),
+    st.lists(st.text(max_size=4) | st.binary(max_size=4), max_size=4),
+)
+def test_other_identities_are_other_entries(one: list[str | bytes], two: list[str | bytes]) -> None:
+    def plain(parts: list[str | bytes]) -> list[bytes]:
+        return [part.encode() if isinstance(part, str) else part for part in parts]
+
+    assert (cache._key(one) == cache._key(two)) == (plain(one) == plain(two))
+
+
+def test_borders_and_order_count() -> None:
+    keys = [
+        cache._key(parts)
+        for parts in (["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"], ["ab", "c", ""])
+    ]
+    assert len(set(keys)) == 5
+
+
+def test_kind_and_suffix_make_a_plain_name(home: Path) -> None:
+    for kind, suffix in (("../x", ""), ("a/b", ""), (".x", ""), ("x", "/../y")):
+        with pytest.raises(ValueError, match="must make a plain file name"):
+            cache.cached_file(kind, [], suffix, lambda: b"")
+    assert not home.exists()
+
+
+def test_what_fails_leaves_nothing(home: Path) -> None:
+    def fail() -> bytes:
+        raise RuntimeError("no luck")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        cache.cached_file("x", ["1"], "", fail)
+    assert list(home.iterdir()) == []
+    assert cache.cached_file("x", ["1"], "", lambda: b"luck").read_bytes() == b"luck"
+
+
+def test_threads_make_it_once(home: Path) -> None:
+    made: list[int] = []
+
+    def make() -> bytes:
+        made.append(1)
+        time.sleep(0.1)
+        return bytes(100_000)
+
+    def work() -> None:
+        sizes.append(len(cache.cached_file("x", ["1"], "", make).read_bytes()))
+
+    sizes: list[int] = []
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sizes == [100_000] * 8
+    assert len(made) == 1
+
+
+PROCESS = """
+import os, sys, time
+from weave_moe.runtime import cache
+
+log, task = sys.argv[1:]
+
+def make():
+    with open(log, "a") as file:
+        file.write("made\\n")
+    if task == "die":
+        os._exit(9)
+    time.sleep(0.3)
+    return b"x" * 1_000_000
+
+path = cache.cached_file("x", ["1"], ".bin", make)
+content = path.read_bytes()
+assert content == b"x" * 1_000_000, len(content)
+"""
+
+
+def start(log: Path, task: str = "make") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(log), task], stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_processes_make_it_once(home: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    processes = [start(log) for _ in range(6)]
+    for process in processes:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    assert log.read_text() == "made\n"
+    assert len(list(home.iterdir())) == 1
+
+
+def test_a_process_that_dies_while_making_blocks_nobody(home: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    dying = start(log, "die")
+    dying.communicate()
+    assert dying.returncode == 9
+    assert not list(home.glob("x-*"))
+    other = start(log)
+    _, errors = other.communicate()
+    assert other.returncode == 0, errors
+    assert log.read_text() == "made\nmade\n"
+
+
+def test_writers_that_do_not_see_each_other_agree(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where locks do nothing, the entry is made twice and is whole all the same."""
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.0)
+    inside = threading.Barrier(2, timeout=10)
+    results: list[bytes] = []
+
+    def make() -> bytes:
+        inside.wait()
+        return b"y" * 300_000
+
+    def work() -> None:
+        results.append(cache.cached_file("x", ["1"], "", make).read_bytes())
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [b"y" * 300_000] * 2
+    assert len(list(home.iterdir())) == 1
+
+
+def test_a_directory_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("WEAVE_MOE_CACHE", str(tmp_path / "file" / "cache"))
+    with caplog.at_level(logging.WARNING, "weave_moe"):
+        paths = {cache.cached_file("x", ["1"], "", lambda: b"code") for _ in range(2)}
+    (path,) = paths
+    assert path.read_bytes() == b"code"
+    assert path.is_relative_to(tempfile.gettempdir())
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f"{tmp_path / 'file' / 'cache'} cannot be written" in message
+    assert "WEAVE_MOE_CACHE" in message
+
+
+def test_a_private_directory_is_removed_with_its_process(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    program = (
+        "import os\nfrom weave_moe.runtime import cache\n"
+        "path = cache.cached_file('x', ['1'], '', lambda: b'code')\n"
+        "child = os.fork()\n"  # whose end must not take the directory away
+        "if child == 0: raise SystemExit(0)\n"
+        "os.waitpid(child, 0)\nprint(path.read_bytes().decode(), path)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "WEAVE_MOE_CACHE": str(tmp_path / "file" / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    content, path = done.stdout.split()
+    assert content == "code"
+    assert not Path(path).parent.exists()
+
+
+def test_old_leftovers_are_removed(home: Path) -> None:
+    home.mkdir()
+    old, young, entry = home / ".x.old.tmp", home / ".x.young.tmp", home / "x-entry"
+    for path in (old, young, entry):
+        path.write_text("half")
+    long_ago = time.time() - 2 * 86_400
+    os.utime(old, (long_ago, long_ago))
+    os.utime(entry, (long_ago, long_ago))
+    cache.cached_file("x", ["1"], "", lambda: b"")
+    assert not old.exists()
+    assert young.exists()
+    assert entry.exists()
