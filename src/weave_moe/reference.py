@@ -235,7 +235,7 @@ def assemble_layer(
     call = replace(call, topk_weights=weights, topk_ids=ids.contiguous())
     if shared is None:
         return run(call), weights, ids
-    routed = run(replace(call, out=None))
+    # The routed experts last, so that a workspace's record of its last run is theirs.
     extra = run(
         shared_call(
             call.x,
@@ -246,6 +246,7 @@ def assemble_layer(
             workspace=call.workspace,
         )
     )
+    routed = run(replace(call, out=None))
     # Torch adds bf16 and fp16 in fp32 and rounds once.
     y = routed + extra
     return (y if out is None else out.copy_(y)), weights, ids

@@ -141,14 +141,16 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     x: [T, H]; weight: [E, H]; bias: [E] or None; each in float32, bfloat16 or float16. Products of
     bf16 or fp16 values are exact in fp32, so near-tied experts are told apart as well as the inputs
-    allow. (torch's own setting for float32 matrix products holds here too: leave it at "highest".)
+    allow. The product is torch's: its setting for float32 matrix products holds here too (leave it
+    at "highest"), and the last bits of a token's logits may depend on the rest of the batch.
 
     Raises TypeError or ValueError naming the argument.
     """
     check_tensor("x", x, ("T", "H"), _FLOATS)
     experts = weight.size(0) if isinstance(weight, Tensor) and weight.dim() == 2 else 0
     _check_linear(x, weight, bias, experts)
-    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    # Contiguous, because strides choose torch's kernel and so the last bits.
+    return F.linear(x.float().contiguous(), weight.float(), None if bias is None else bias.float())
 
 
 def route(

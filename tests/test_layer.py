@@ -1,0 +1,584 @@
+"""The public calls: whole layers, the module, and which backend runs what."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import weave_moe
+from generators import (
+    ACTIVATIONS,
+    DTYPES,
+    Case,
+    Guarded,
+    assert_rows_close,
+    experts_case,
+    experts_cases,
+    generator,
+    naive,
+    poison_allocator,
+)
+from weave_moe import (
+    LayerShape,
+    MoELayer,
+    RoutingConfig,
+    SharedExperts,
+    backends,
+    fused_experts,
+    moe_layer,
+    workspace_bytes,
+)
+from weave_moe.reference import moe_reference, shared_reference
+from weave_moe.routing import route
+from weave_moe.shapes import ExpertsCall
+
+NAN = float("nan")
+
+
+def shared_of(case: Case, intermediate: int, *, gated: bool, seed: int = 0) -> SharedExperts:
+    """Shared experts that fit the case's tokens and activation."""
+    g = generator(seed)
+    hidden, dtype = case.x.size(1), case.x.dtype
+    rows = intermediate * (2 if case.options["activation"].gated else 1)
+    return SharedExperts(
+        (torch.randn(rows, hidden, generator=g) / hidden**0.5).to(dtype),
+        (2 * torch.randn(hidden, intermediate, generator=g) / intermediate**0.5).to(dtype),
+        (torch.randn(1, hidden, generator=g) / hidden**0.5).to(dtype) if gated else None,
+    )
+
+
+def layer_arguments(case: Case) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """The case without its routing, for `moe_layer`: (x, w13, w2) and the other options."""
+    return case.args[:3], case.options
+
+
+def global_experts(case: Case) -> int:
+    """How many experts a router of the case chooses from."""
+    expert_map = case.options.get("expert_map")
+    return int(case.w2.size(0) if expert_map is None else expert_map.numel())
+
+
+class TestMoeLayer:
+    @given(case=experts_cases(max_size=20, max_tokens=12), data=st.data())
+    def test_it_is_router_then_experts(self, case: Case, data: st.DataObject, backend: str) -> None:
+        experts = global_experts(case)
+        g = generator(data.draw(st.integers(0, 2**31)))
+        logits = torch.randn(case.x.size(0), experts, generator=g)
+        bias = data.draw(st.none() | st.just(torch.linspace(-1, 1, experts)))
+        config = RoutingConfig(
+            data.draw(st.integers(1, experts)), "sigmoid", renormalize=data.draw(st.booleans())
+        )
+        tensors, options = layer_arguments(case)
+        y, weights, ids = moe_layer(
+            *tensors,
+            routing=config,
+            router_logits=logits,
+            selection_bias=bias,
+            return_routing=True,
+            backend=backend,
+            **options,
+        )
+        want_weights, want_ids = route(logits, config, bias)
+        assert torch.equal(weights, want_weights)
+        assert torch.equal(ids, want_ids)
+        want = fused_experts(*tensors, weights, ids, backend=backend, **options)
+        assert torch.equal(y, want)
+        alone = moe_layer(
+            *tensors,
+            routing=config,
+            router_logits=logits,
+            selection_bias=bias,
+            backend=backend,
+            **options,
+        )
+        assert torch.equal(alone, y)
+
+    @given(case=experts_cases(max_size=20, max_tokens=12), data=st.data())
+    def test_shared_experts_are_added_once_and_unscaled(
+        self, case: Case, data: st.DataObject, backend: str
+    ) -> None:
+        """Routed weights are scaled by 2.5; the shared part is not, and both are rounded once."""
+        shared = shared_of(case, data.draw(st.integers(1, 20)), gated=data.draw(st.booleans()))
+        experts = global_experts(case)
+        tensors, options = layer_arguments(case)
+        logits = torch.randn(case.x.size(0), experts, generator=generator(1))
+        config = RoutingConfig(1, renormalize=True, scaling_factor=2.5)
+        y, weights, ids = moe_layer(
+            *tensors,
+            routing=config,
+            router_logits=logits,
+            shared=shared,
+            return_routing=True,
+            backend=backend,
+            **options,
+        )
+        routed = fused_experts(*tensors, weights, ids, backend=backend, **options)
+        gate = torch.ones(case.x.size(0), 1)
+        if shared.gate is not None:
+            gate = torch.sigmoid(case.x.float() @ shared.gate.float().T)
+        extra = fused_experts(
+            case.x,
+            shared.w13[None],
+            shared.w2[None],
+            gate,
+            torch.zeros(case.x.size(0), 1, dtype=torch.int32),
+            activation=options["activation"],
+            num_valid_tokens=options.get("num_valid_tokens"),
+            backend=backend,
+        )
+        assert torch.equal(y, (routed.float() + extra.float()).to(y.dtype))
+
+    @given(case=experts_cases(max_size=20, max_tokens=12))
+    def test_every_backend_gives_the_reference_within_rounding(
+        self, case: Case, backend: str
+    ) -> None:
+        tensors, options = layer_arguments(case)
+        experts, hidden = global_experts(case), case.x.size(1)
+        g = generator(2)
+        layer: dict[str, Any] = {
+            "routing": RoutingConfig(1, "sigmoid", renormalize=True),
+            "router_weight": torch.randn(experts, hidden, generator=g).to(case.x.dtype),
+            "router_bias": torch.randn(experts, generator=g),
+            "shared": shared_of(case, 5, gated=True),
+            **options,
+        }
+        got = moe_layer(*tensors, backend=backend, **layer)
+        truth = moe_reference(*tensors, rounding=False, compute_dtype=torch.float64, **layer)
+        tolerance = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 2e-5}
+        scale = truth.abs().max() + 1 if truth.numel() else 1.0
+        assert got.dtype is case.x.dtype
+        assert ((got.double() - truth).abs() <= 2 * tolerance[got.dtype] * scale).all()
+
+    @pytest.mark.parametrize("gated", [False, True])
+    def test_padding_rows_get_nothing_from_shared_experts(self, gated: bool, backend: str) -> None:
+        case = experts_case(8, valid=5)
+        x = case.x.clone()
+        x[5:] = NAN
+        poison_allocator()
+        y = moe_layer(
+            x,
+            *case.args[1:3],
+            routing=RoutingConfig(2),
+            router_logits=torch.full((8, 4), NAN),
+            shared=shared_of(case, 5, gated=gated),
+            backend=backend,
+            **case.options,
+        )
+        assert torch.equal(y[5:], torch.zeros(3, 16))
+        assert y[:5].isfinite().all()
+        assert y[:5].abs().sum() > 0
+
+    def test_a_weight_on_the_input_is_for_routed_experts_only(self, backend: str) -> None:
+        case = experts_case(8, weight_on_input=True)
+        shared = shared_of(case, 5, gated=False)
+        logits = torch.randn(8, 4, generator=generator(3))
+        config = RoutingConfig(1, "sigmoid")
+        y = moe_layer(
+            *case.args[:3],
+            routing=config,
+            router_logits=logits,
+            shared=shared,
+            backend=backend,
+            **case.options,
+        )
+        weights, ids = route(logits, config)
+        routed, _ = naive(case.with_(topk_weights=weights, topk_ids=ids))
+        assert_rows_close(y, routed + shared_reference(case.x, shared), 1e-5)
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_out_is_written_and_returned(self, shared: bool, backend: str) -> None:
+        case = experts_case(8)
+        options: dict[str, Any] = {
+            "routing": RoutingConfig(2),
+            "router_logits": torch.randn(8, 4, generator=generator(4)),
+            "shared": shared_of(case, 5, gated=True) if shared else None,
+            "backend": backend,
+            **case.options,
+        }
+        guarded = Guarded(8, 16, dtype=torch.float32)
+        assert moe_layer(*case.args[:3], out=guarded.tensor, **options) is guarded.tensor
+        guarded.check()
+        assert torch.equal(guarded.tensor, moe_layer(*case.args[:3], **options))
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_no_tokens(self, shared: bool, backend: str) -> None:
+        case = experts_case(0)
+        y, weights, ids = moe_layer(
+            *case.args[:3],
+            routing=RoutingConfig(2),
+            router_weight=torch.zeros(4, 16),
+            shared=shared_of(case, 5, gated=True) if shared else None,
+            return_routing=True,
+            backend=backend,
+        )
+        assert (y.shape, weights.shape, ids.shape) == ((0, 16), (0, 2), (0, 2))
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "words"),
+        [
+            ({"routing": None}, TypeError, "^routing must be a RoutingConfig"),
+            ({"router_logits": None}, ValueError, "^router_weight or router_logits must be given"),
+            ({"router_logits": torch.zeros(5, 3)}, ValueError, "^router_logits must have 4"),
+            ({"selection_bias": torch.zeros(5)}, ValueError, "^selection_bias must have 4"),
+            ({"shared": (1, 2)}, TypeError, "^shared must be None or a SharedExperts"),
+            ({"return_routing": None}, TypeError, "^return_routing must be True or False"),
+            ({"backend": "gpu"}, ValueError, "^backend must be one of auto, cuda.*'gpu'"),
+            ({"backend": None}, TypeError, "^backend must be a str.*NoneType"),
+            ({"policy": "fast"}, ValueError, "^policy must be one of"),
+            ({"b2": torch.zeros(4, 15)}, ValueError, "^b2 must have 16"),
+            ({"out": torch.zeros(5, 15)}, ValueError, "^out must have x's shape"),
+            (
+                {"expert_map": torch.zeros(9, dtype=torch.int32)},
+                ValueError,
+                "^router_logits must have 9",
+            ),
+        ],
+    )
+    def test_what_is_not_allowed_is_named(
+        self, changes: dict[str, Any], error: type[Exception], words: str
+    ) -> None:
+        case = experts_case()
+        options: dict[str, Any] = {
+            "routing": RoutingConfig(2),
+            "router_logits": torch.zeros(5, 4),
+            **changes,
+        }
+        with pytest.raises(error, match=words):
+            moe_layer(*case.args[:3], **options)
+
+    def test_a_shared_expert_that_does_not_fit_is_found_before_anything_runs(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def never(call: ExpertsCall, name: str) -> backends.Backend:
+            raise AssertionError("a backend was asked for")
+
+        monkeypatch.setattr(backends, "choose", never)
+        case = experts_case()
+        with pytest.raises(ValueError, match=r"^shared\.w13 must have"):
+            moe_layer(
+                *case.args[:3],
+                routing=RoutingConfig(2),
+                router_logits=torch.zeros(5, 4),
+                shared=SharedExperts(torch.zeros(6, 15), torch.zeros(16, 3)),
+            )
+
+
+class _Fake:
+    """A backend that takes what it is told to, and counts."""
+
+    def __init__(self, name: str, reason: str | None = None) -> None:
+        self.name, self.reason, self.runs = name, reason, 0
+
+    def unavailable(self, call: ExpertsCall) -> str | None:
+        return self.reason
+
+    def experts(self, call: ExpertsCall) -> Tensor:
+        self.runs += 1
+        return torch.full_like(call.x, 7.0)
+
+
+class TestChoice:
+    @pytest.fixture
+    def pool(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+        """Backends by name, in place of the real ones; a str is why one does not load."""
+        real = backends._load
+        fakes: dict[str, Any] = {}
+        monkeypatch.setattr(backends, "_load", lambda name: fakes.get(name) or real(name))
+        backends._log_fallback.cache_clear()
+        yield fakes
+        backends._log_fallback.cache_clear()
+
+    def test_auto_takes_the_host_for_tensors_on_the_cpu(self, pool: dict[str, Any]) -> None:
+        pool["host"], pool["cuda"] = _Fake("host"), _Fake("cuda")
+        case = experts_case()
+        assert fused_experts(*case.args).eq(7).all()
+        assert (pool["host"].runs, pool["cuda"].runs) == (1, 0)
+
+    @pytest.mark.parametrize("missing", ["no compiler here", _Fake("host", "no compiler here")])
+    def test_auto_falls_back_to_the_reference_and_says_so_once(
+        self, missing: Any, pool: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        pool["host"] = missing
+        case = experts_case()
+        with caplog.at_level(logging.WARNING, "weave_moe"):
+            for _ in range(3):
+                got = fused_experts(*case.args)
+        assert torch.equal(got, fused_experts(*case.args, backend="reference"))
+        assert [r.getMessage() for r in caplog.records] == [
+            "the host backend is not used: no compiler here; running the slow reference"
+        ]
+
+    @pytest.mark.parametrize("name", ["host", "cuda"])
+    def test_a_named_backend_that_cannot_is_an_error_with_the_reason(
+        self, name: str, pool: dict[str, Any]
+    ) -> None:
+        pool[name] = _Fake(name, "too wide")
+        with pytest.raises(ValueError, match=f"^backend '{name}' cannot run this call: too wide$"):
+            fused_experts(*experts_case().args, backend=name)
+
+    def test_a_backend_whose_module_is_missing_is_an_error_with_the_reason(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # What import_module raises for a name that sys.modules blocks.
+        monkeypatch.setitem(sys.modules, "weave_moe.backends.cuda", None)
+        with pytest.raises(ValueError, match=r"^backend 'cuda' cannot run this call: "):
+            fused_experts(*experts_case().args, backend="cuda")
+
+    def test_no_tokens_run_nothing(self, pool: dict[str, Any]) -> None:
+        pool["host"] = _Fake("host")
+        assert fused_experts(*experts_case(0).args).shape == (0, 16)
+        assert pool["host"].runs == 0
+
+    @pytest.mark.parametrize("name", ["auto", "host", "cuda"])
+    @pytest.mark.parametrize("tensor", ["x", "w13", "w2", "topk_weights"])
+    def test_gradients_need_the_reference_by_name(
+        self, name: str, tensor: str, pool: dict[str, Any]
+    ) -> None:
+        pool["host"], pool["cuda"] = _Fake("host"), _Fake("cuda")
+        case = experts_case()
+        case = case.with_(**{tensor: getattr(case, tensor).clone().requires_grad_()})
+        with pytest.raises(ValueError, match=rf"^{tensor} requires grad, .*torch.no_grad\(\)"):
+            fused_experts(*case.args, backend=name)
+        with torch.no_grad():
+            fused_experts(*case.args, backend=name)
+        assert fused_experts(*case.args, backend="reference").requires_grad
+
+    def test_real_backends_satisfy_the_interface(self) -> None:
+        for name in backends.NAMES[1:]:
+            backend = backends._load(name)
+            if not isinstance(backend, str):
+                assert isinstance(backend, backends.Backend)
+                assert backend.name == name
+
+    @pytest.mark.gpu
+    def test_auto_on_a_gpu_is_right_whoever_runs_it(self) -> None:
+        case = experts_case(8, 64, 64, 4, 2, dtype=torch.bfloat16)
+        got = fused_experts(*(t.cuda() for t in case.args))
+        assert_rows_close(got.cpu(), naive(case)[0], 2.0**-6)
+
+
+class TestTheModule:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
+    def test_it_is_moe_layer_with_its_parameters(
+        self, activation: weave_moe.Activation, dtype: torch.dtype, backend: str
+    ) -> None:
+        torch.manual_seed(0)
+        shape = LayerShape(16, 8, 6, 2, str(dtype).removeprefix("torch."), activation.gated)
+        routing = RoutingConfig(2, "sigmoid", renormalize=True, scaling_factor=2.5)
+        layer = MoELayer(
+            shape,
+            routing,
+            activation=activation,
+            router_bias=True,
+            selection_bias=True,
+            expert_bias=True,
+            shared_intermediate=5,
+            shared_gate=True,
+            interleaved=activation.gated,
+            weight_on_input=True,
+            backend=backend,
+        )
+        assert layer.shape == shape
+        for name, value in layer.state_dict().items():
+            if "bias" in name:
+                value.copy_(torch.randn(value.shape))
+        p = layer.state_dict()
+        w13 = "gate_up_proj" if activation.gated else "up_proj"
+        halves = ("gate_proj", "up_proj") if activation.gated else ("up_proj",)
+        x = torch.randn(3, 4, 16).to(dtype)
+        with torch.no_grad():
+            got = layer(x)
+        want = moe_layer(
+            x.view(12, 16),
+            p[f"experts.{w13}"],
+            p["experts.down_proj"],
+            routing=routing,
+            router_weight=p["gate.weight"],
+            router_bias=p["gate.bias"],
+            selection_bias=p["gate.e_score_correction_bias"],
+            shared=SharedExperts(
+                torch.cat([p[f"shared_experts.{half}.weight"] for half in halves]),
+                p["shared_experts.down_proj.weight"],
+                p["shared_expert_gate.weight"],
+            ),
+            activation=activation,
+            b13=p[f"experts.{w13}_bias"],
+            b2=p["experts.down_proj_bias"],
+            interleaved=activation.gated,
+            weight_on_input=True,
+            backend=backend,
+        )
+        assert got.shape == x.shape
+        assert torch.equal(got.view(12, 16), want)
+
+    def test_outputs_start_near_one(self) -> None:
+        torch.manual_seed(0)
+        layer = MoELayer(LayerShape(64, 32, 8, 2, "float32"), RoutingConfig(2, renormalize=True))
+        with torch.no_grad():
+            y = layer(torch.randn(100, 64))
+        assert 0.05 < y.square().mean().sqrt() < 5
+
+    @pytest.mark.parametrize(
+        "size", [(16,), (1, 16), (0, 16), (2, 3, 16), (2, 0, 16), (2, 3, 1, 16)]
+    )
+    def test_any_leading_dimensions(self, size: tuple[int, ...]) -> None:
+        layer = MoELayer(LayerShape(16, 8, 4, 2, "float32"), RoutingConfig(2), backend="reference")
+        x = torch.randn(size)
+        with torch.no_grad():
+            y = layer(x)
+            assert y.shape == x.shape
+            assert torch.allclose(y.reshape(-1, 16), layer(x.reshape(-1, 16)), atol=1e-6)
+            strided = layer(x.movedim(-1, 0).contiguous().movedim(0, -1))
+        assert torch.equal(strided, y)
+
+    def test_padding_is_counted_over_all_leading_dimensions(self, backend: str) -> None:
+        layer = MoELayer(LayerShape(16, 8, 4, 2, "float32"), RoutingConfig(2), backend=backend)
+        with torch.no_grad():
+            y = layer(torch.randn(2, 3, 16), num_valid_tokens=torch.tensor(4))
+        assert y[1, 1:].abs().sum() == 0
+        assert y[1, 0].abs().sum() > 0
+
+    def test_the_reference_trains(self) -> None:
+        torch.manual_seed(0)
+        layer = MoELayer(
+            LayerShape(16, 8, 4, 2, "float32"),
+            RoutingConfig(2, renormalize=True),
+            shared_intermediate=4,
+            shared_gate=True,
+            backend="reference",
+        )
+        x, target = torch.randn(32, 16), torch.randn(32, 16)
+        optimiser = torch.optim.Adam(layer.parameters(), 1e-2)
+        losses = []
+        for _ in range(30):
+            optimiser.zero_grad()
+            loss = (layer(x) - target).square().mean()
+            loss.backward()
+            for name, parameter in layer.named_parameters():
+                assert parameter.grad is not None, name
+                assert parameter.grad.abs().sum() > 0, name
+            optimiser.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.7 * losses[0]
+
+    @pytest.mark.parametrize("name", ["auto", "host"])
+    def test_gradients_are_refused_elsewhere(self, name: str) -> None:
+        layer = MoELayer(LayerShape(16, 8, 4, 2, "float32"), RoutingConfig(2), backend=name)
+        with pytest.raises(ValueError, match=r"requires grad, .*torch.no_grad\(\)"):
+            layer(torch.randn(3, 16))
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "words"),
+        [
+            ({"shape": 3}, TypeError, "^shape must be a LayerShape, got int"),
+            ({"routing": 3}, TypeError, "^routing must be a RoutingConfig, got int"),
+            ({"routing": RoutingConfig(1)}, ValueError, "^routing.top_k must be shape.top_k 2"),
+            ({"routing": RoutingConfig(2, num_groups=3)}, ValueError, "^num_groups must divide"),
+            ({"activation": "relu2"}, ValueError, "^activation must be gated, .*got relu2"),
+            ({"shared_intermediate": -1}, ValueError, "^shared_intermediate must be at least 0"),
+            ({"shared_gate": True}, ValueError, "^shared_gate must be False without shared"),
+            ({"interleaved": None}, TypeError, "^interleaved must be True or False"),
+            ({"policy": "fast"}, ValueError, "^policy must be one of"),
+            ({"backend": "gpu"}, ValueError, "^backend must be one of"),
+        ],
+    )
+    def test_what_is_not_allowed_is_named(
+        self, changes: dict[str, Any], error: type[Exception], words: str
+    ) -> None:
+        options: dict[str, Any] = {
+            "shape": LayerShape(16, 8, 4, 2, "float32"),
+            "routing": RoutingConfig(2),
+            **changes,
+        }
+        with pytest.raises(error, match=words):
+            MoELayer(**options)
+
+    @pytest.mark.parametrize(
+        ("x", "error", "words"),
+        [
+            ([1.0], TypeError, "^hidden_states must be a torch.Tensor, got list"),
+            (torch.zeros(3, 15), ValueError, r"^hidden_states must have shape \[..., 16\]"),
+            (torch.tensor(1.0), ValueError, r"^hidden_states must have shape \[..., 16\]"),
+            (torch.zeros(3, 16).half(), TypeError, "^w13 must be float16, got float32"),
+            (torch.zeros(3, 16).long(), TypeError, "^x must be bfloat16.*got int64"),
+        ],
+    )
+    def test_bad_hidden_states_are_named(self, x: Any, error: type[Exception], words: str) -> None:
+        layer = MoELayer(LayerShape(16, 8, 4, 2, "float32"), RoutingConfig(2))
+        with torch.no_grad(), pytest.raises(error, match=words):
+            layer(x)
+
+
+class TestWorkspace:
+    def test_bytes_grow_with_tokens(self) -> None:
+        pytest.importorskip("weave_moe.host.workspace")
+        shape = LayerShape(2048, 768, 128, 8)
+        sizes = [workspace_bytes(shape, tokens) for tokens in (0, 1, 16, 256)]
+        assert sizes == sorted(sizes)
+        assert sizes[-1] > sizes[0]
+
+    @pytest.mark.parametrize(
+        ("args", "error", "words"),
+        [
+            ((3, 1), TypeError, "^shape must be a LayerShape, got int"),
+            ((LayerShape(8, 8, 2, 1), 1.5), TypeError, "^max_tokens must be an int, got float"),
+            ((LayerShape(8, 8, 2, 1), -1), ValueError, "^max_tokens must be at least 0, got -1"),
+        ],
+    )
+    def test_bad_arguments_are_named(
+        self, args: tuple[Any, Any], error: type[Exception], words: str
+    ) -> None:
+        with pytest.raises(error, match=words):
+            workspace_bytes(*args)
+
+    def test_after_a_layer_its_record_is_of_the_routed_experts(self) -> None:
+        pytest.importorskip("weave_moe.host.workspace")
+        case = experts_case(8, routing="first")
+        try:
+            backends.choose(case.call(), "host")
+        except ValueError as error:
+            pytest.skip(str(error))
+        layer: dict[str, Any] = {
+            "routing": RoutingConfig(2),
+            "router_logits": torch.randn(8, 4, generator=generator(5)),
+            "backend": "host",
+        }
+        plain, with_shared = weave_moe.Workspace(workers=2), weave_moe.Workspace(workers=2)
+        moe_layer(*case.args[:3], **layer, workspace=plain)
+        moe_layer(
+            *case.args[:3],
+            **layer,
+            shared=shared_of(case, 5, gated=True),
+            workspace=with_shared,
+        )
+        assert plain.last_run is not None
+        assert with_shared.last_run is not None
+        assert with_shared.last_run.tasks == plain.last_run.tasks
+
+
+class TestThePackage:
+    def test_importing_it_loads_nothing_and_touches_no_gpu(self) -> None:
+        code = (
+            "import sys, weave_moe; assert 'torch' not in sys.modules, 'torch'; dir(weave_moe); "
+            "weave_moe.fused_experts; import torch; assert not torch.cuda.is_initialized(); "
+            "assert not any(m.startswith(('transformers', 'weave_moe.host')) for m in sys.modules)"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    def test_every_public_name_loads(self) -> None:
+        for name in weave_moe.__all__:
+            if name != "Workspace":
+                assert getattr(weave_moe, name) is not None
+        assert set(weave_moe.__all__) <= set(dir(weave_moe))
+        with pytest.raises(AttributeError, match="no attribute 'fused_expert'"):
+            weave_moe.fused_expert  # noqa: B018
