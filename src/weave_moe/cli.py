@@ -36,7 +36,7 @@ class OneLineGroup(click.Group):
         try:
             status = super().main(
                 args=list(args) if args is not None else None,
-                prog_name=prog_name or "weave-moe",
+                prog_name="weave-moe",
                 complete_var=complete_var,
                 standalone_mode=False,
                 **extra,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from .compare import (
     choose_backend,
     choose_scale,
     compare,
+    one_torch_thread,
     parse_policies,
     uses_gpu,
 )
@@ -71,7 +73,7 @@ def run_command(options: RunOptions) -> int:
     policies = parse_policies(options.policy)
     check_folder(options.out)
     reporter = Reporter(quiet=options.as_json)
-    with reporter.working(3 + 2 * len(policies)) as step:
+    with one_torch_thread(), reporter.working(3 + 2 * len(policies)) as step:
         step("routing")
         request = prepare(options)
         return execute(request, options, policies, reporter, step)
@@ -106,6 +108,8 @@ def execute(
         "workers": result.workers,
         "notes": notes,
     }
+    if backend != "reference" and all(run.stats is None for run in result.runs):
+        notes.append(f"the {backend} backend keeps no statistics: no table, no timeline")
     contents: dict[str, bytes] = {}
     if result.agrees and any(
         r.stats is not None and r.stats.trace is not None for r in result.runs
@@ -219,6 +223,11 @@ def _check_fit(layer: Preset, routed: Routed, source: Source) -> None:
     )
 
 
+def _number(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
 def _as_json(
     request: Request,
     result: Comparison,
@@ -229,7 +238,7 @@ def _as_json(
     shape = asdict(request.preset.shape(request.dtype))
     policies = []
     for run in result.runs:
-        entry: dict[str, Any] = {"policy": run.policy, "max_row_error": run.error}
+        entry: dict[str, Any] = {"policy": run.policy, "max_row_error": _number(run.error)}
         if run.stats is not None:
             stats = {field.name: getattr(run.stats, field.name) for field in fields(run.stats)}
             stats.pop("trace", None)
@@ -245,11 +254,11 @@ def _as_json(
         "check": {
             "agrees": result.agrees,
             "equal_bits": result.equal_bits,
-            "max_row_error": result.error,
+            "max_row_error": _number(result.error),
             "allowed": result.limit,
         },
         "policies": policies,
         "times": "CPU time, not evidence of speed" if result.backend == "host" else "device time",
         "files": {path.name: str(path) for path in written},
     }
-    return json.dumps(document, indent=2)
+    return json.dumps(document, indent=2, allow_nan=False)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,9 @@ __all__ = [
     "choose_backend",
     "choose_scale",
     "compare",
+    "cores",
     "default_workers",
+    "one_torch_thread",
     "parse_policies",
     "row_error",
     "uses_gpu",
@@ -40,10 +43,14 @@ __all__ = [
 RUN_POLICIES = tuple(name for name in POLICIES if name != "auto")
 ERROR_LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5}
 """Largest relative error of an output row that counts as agreement with the reference."""
-CPU_FLOPS = 2.0e9
-"""Most floating-point operations a policy that a CPU run takes on without being told to."""
+CPU_FLOPS = 4.0e9
+"""Most floating-point operations a policy in a CPU run."""
 CPU_BYTES = 512 << 20
-"""Most bytes of expert weights that a CPU run takes on without being told to."""
+"""Most bytes of expert weights in a CPU run."""
+CPU_SLOTS = 1 << 16
+"""Most (token, slot) pairs in a CPU run, whatever the layer's size."""
+SMALLEST = Fraction(1, 64)
+"""Smallest factor that a layer is scaled by unasked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +114,24 @@ class Comparison:
     @property
     def error(self) -> float:
         """Largest relative error of a row, over policies."""
-        return max(run.error for run in self.runs)
+        return _worst([run.error for run in self.runs])
 
     @property
     def agrees(self) -> bool:
         """Whether every policy is as close to the reference as the dtype allows, in equal bits."""
         # Written so that a NaN error does not pass.
         return self.equal_bits and all(run.error <= self.limit for run in self.runs)
+
+
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """torch on one thread meanwhile: faster at these sizes, far faster where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def parse_policies(text: str) -> tuple[str, ...]:
@@ -130,15 +148,19 @@ def parse_policies(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def default_workers() -> int:
-    """Threads of a CPU run: one a core that this process may use, but at least 4, at most 16.
+    """Threads of a CPU run: one a core, but at least 4, at most 16.
 
     Fewer than four leave too little to see in a timeline; on a smaller machine they take turns.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(16, max(4, cores))
+    return min(16, max(4, cores()))
 
 
 def choose_scale(
@@ -157,6 +179,11 @@ def choose_scale(
         layer = preset.scaled(factor)
         return layer.flops(slots) <= CPU_FLOPS and layer.weight_elements * size <= CPU_BYTES
 
+    if not on_gpu and slots > CPU_SLOTS:
+        raise InputError(
+            f"--tokens {tokens}: {slots} slots are too many for the CPU's plain loops, which take "
+            f"{CPU_SLOTS}; try {CPU_SLOTS // preset.top_k} or fewer"
+        )
     if wanted != "auto":
         try:
             factor = Fraction(wanted)
@@ -169,7 +196,7 @@ def choose_scale(
         factor, asked = Fraction(1), False
     if not on_gpu and not fits(factor):
         smaller = factor
-        while not fits(smaller) and smaller > Fraction(1, 1024):
+        while not fits(smaller) and smaller > SMALLEST:
             smaller /= 2
         layer = preset.scaled(factor)
         size_gb = layer.weight_elements * size / 1e9
@@ -314,10 +341,15 @@ def compare(
             if first is None:
                 first = result
             equal = equal and _same_bits(first, result)
-            errors[policy] = max(errors.get(policy, 0.0), row_error(result, expected))
+            errors[policy] = _worst([errors.get(policy, 0.0), row_error(result, expected)])
         stats[policy] = workspace.last_run
     runs = tuple(PolicyRun(name, errors[name], stats[name]) for name in policies)
     return Comparison(backend, count, load, ERROR_LIMIT[dtype], equal, runs)
+
+
+def _worst(errors: list[float]) -> float:
+    """The largest; NaN if any is, unlike max()."""
+    return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

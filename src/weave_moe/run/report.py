@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from .compare import Comparison
+from .compare import Comparison, cores
 
 __all__ = ["Reporter", "Step", "nanoseconds", "print_presets"]
 
 Step = Callable[[str], None]
 CPU_TIME = "CPU time, not evidence of speed"
+_INDENT = 10
 
 
 def nanoseconds(value: float) -> str:
@@ -33,11 +33,19 @@ def nanoseconds(value: float) -> str:
     return f"{value:.0f} ns"
 
 
+def _console() -> Console:
+    """stdout; wide enough for the tables where it is no terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 100)
+    return console
+
+
 class Reporter:
     """Everything that a command says. quiet: only what `raw` is given goes to stdout."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.out = Console(highlight=False)
+        self.out = _console()
         self.err = Console(stderr=True, highlight=False)
         self.quiet = quiet
         self._progress: Progress | None = None
@@ -71,11 +79,14 @@ class Reporter:
         """`label` and `text`, the latter indented where it wraps."""
         if self.quiet:
             return
-        grid = Table.grid(padding=(0, 1))
-        grid.add_column(width=9)
-        grid.add_column()
-        grid.add_row(Text(label, style="bold"), Text(text, style=style, overflow="fold"))
-        self.out.print(grid)
+        self._wrapped(label, text, style)
+
+    def _wrapped(self, label: str, text: str, style: str = "") -> None:
+        width = max(40, min(self.out.width, 100) - _INDENT)
+        lines = textwrap.wrap(text, width, break_on_hyphens=False) or [""]
+        for number, line in enumerate(lines):
+            head = Text(f"{label if number == 0 else '':{_INDENT}}", style="bold")
+            self.out.print(head + Text(line, style=style), soft_wrap=True)
 
     def blank(self) -> None:
         """An empty line."""
@@ -87,18 +98,23 @@ class Reporter:
         print(text)
 
     def logits(
-        self, title: str, rows: list[tuple[str, float, int]], tokens: int, agrees: bool
+        self, title: str, rows: list[tuple[str, float, float, int]], tokens: int, agrees: bool
     ) -> None:
-        """Differences of logits: (what, largest relative difference of a row, same choices)."""
+        """Differences of logits: (what, largest and median of a row's, same choices)."""
         self.line("model", title)
-        verdict = "the logits agree" if agrees else "WRONG: the logits differ"
+        verdict = (
+            "agree in float32; in bfloat16 a rounding may swap two nearly tied experts, in the "
+            "original as in ours"
+            if agrees
+            else "WRONG: they differ in float32"
+        )
         self.line("logits", verdict, "green" if agrees else "bold red")
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("")
-        table.add_column("largest relative difference", justify="right")
-        table.add_column("same next token", justify="right")
-        for name, difference, same in rows:
-            table.add_row(name, f"{difference:.1e}", f"{same} of {tokens}")
+        table.add_column("relative difference of a token's logits", no_wrap=True)
+        for name in ("largest", "median", "same choice"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name, largest, median, same in rows:
+            table.add_row(name, f"{largest:.1e}", f"{median:.1e}", f"{same} of {tokens}")
         self.blank()
         self.out.print(table)
         self.blank()
@@ -128,7 +144,13 @@ class Reporter:
         self.line("layer", f"{title}; {size}")
         self.line("routing", f"{origin}: {result.load}")
         if result.backend == "host":
-            self.line("backend", f"host: {result.workers} workers, one CPU thread each")
+            have = cores()
+            turns = "; they take turns, so a task is long where its thread waits for a core"
+            self.line(
+                "backend",
+                f"host: {result.workers} workers, a CPU thread each, on "
+                f"{have} core{'s' if have > 1 else ''}{turns if result.workers > have else ''}",
+            )
         else:
             self.line("backend", result.backend)
         for note in notes:
@@ -137,6 +159,8 @@ class Reporter:
         if any(run.stats is not None for run in result.runs):
             self.blank()
             self.out.print(_table(result))
+            where = CPU_TIME if result.backend == "host" else "device time of one traced launch"
+            self.line("", f"times: {where}; waits: of all workers, for other tasks' results")
         if written:
             self.blank()
             for path in written:
@@ -162,7 +186,7 @@ class Reporter:
 def _table(result: Comparison) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", collapse_padding=True)
     table.add_column("policy")
-    names = ("tasks", "steals won/tried", "busy share", "tail gap", "waits", "makespan")
+    names = ("tasks", "stolen/tried", "busy", "tail gap", "waits", "makespan")
     for name in names:
         table.add_column(name, justify="right")
     for run in result.runs:
@@ -178,12 +202,6 @@ def _table(result: Comparison) -> Table:
             nanoseconds(stats.dependency_wait_ns),
             nanoseconds(stats.makespan_ns),
         )
-    where = CPU_TIME if result.backend == "host" else "device time of one traced launch"
-    table.caption = (
-        "busy share: of workers x makespan, in tasks · tail gap: last worker's end - first's\n"
-        f"waits: for other tasks' results, summed over workers · times: {where}"
-    )
-    table.caption_justify = "left"
     return table
 
 
@@ -192,37 +210,37 @@ def print_presets() -> None:
     from ..presets import PRESETS, shipped_preset
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("preset", "model"):
-        table.add_column(name, no_wrap=True)
-    for name in ("H", "I", "E", "k"):
+    table.add_column("preset", no_wrap=True)
+    for name in ("H", "I", "E", "k", "shared I"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("router and activation")
+    table.add_column("router")
+    table.add_column("activation")
     for entry in (shipped_preset(), *PRESETS.values()):
         routing = entry.routing
         parts = [routing.scoring]
         if entry.selection_bias:
-            parts.append("selection bias")
+            parts.append("bias")
         if routing.num_groups > 1:
             parts.append(f"{routing.topk_groups} of {routing.num_groups} groups")
         if routing.renormalize:
-            parts.append("renormalised")
+            parts.append("normed")
         if routing.scaling_factor != 1:
             parts.append(f"x {routing.scaling_factor:g}")
         if entry.weight_on_input:
             parts.append("weight on input")
         act = entry.activation
-        named = act.kind if act.alpha == 1 else f"{act.kind}({act.alpha:g})"
+        named = act.kind
+        if act.alpha != 1:
+            named += f" x {act.alpha:g}"
         if act.limit is not None:
-            named += f" clamped at {act.limit:g}"
-        parts.append(named)
+            named += f", clamp {act.limit:g}"
         if entry.expert_bias:
-            parts.append("biases")
-        if entry.shared_intermediate:
-            parts.append(f"shared I {entry.shared_intermediate}")
+            named += ", biases"
         table.add_row(
             entry.name,
-            entry.title,
             *(str(n) for n in (entry.hidden, entry.intermediate, entry.experts, entry.top_k)),
+            str(entry.shared_intermediate or "-"),
             ", ".join(parts),
+            named,
         )
-    Console(highlight=False).print(table)
+    _console().print(table)
