@@ -257,6 +257,9 @@ def shipped_preset() -> Preset:
 _FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"renormalize": True},
     "phimoe": {"renormalize": False},
+    "minimax": {"renormalize": True},
+    "granitemoe": {"scoring": "topk_softmax"},
+    "granitemoeshared": {"scoring": "topk_softmax"},
     "qwen2_moe": {"shared_gated": True},
     "qwen3_moe": {},
     "qwen3_vl_moe_text": {"renormalize": True},
@@ -272,6 +275,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "kimi_k2": {"scoring": "sigmoid", "selection_bias": True},
     "glm4_moe": {"scoring": "sigmoid", "selection_bias": True},
     "glm4_moe_lite": {"scoring": "sigmoid", "selection_bias": True},
+    "glm4v_moe_text": {"scoring": "sigmoid", "selection_bias": True},
+    "glm_moe_dsa": {"scoring": "sigmoid", "selection_bias": True},
+    "solar_open": {"scoring": "sigmoid", "selection_bias": True},
     "dots1": {"scoring": "sigmoid", "selection_bias": True},
     "minimax_m2": {"scoring": "sigmoid", "selection_bias": True, "renormalize": True},
     "gpt_oss": {
@@ -437,7 +443,11 @@ def _parse(config: dict[str, Any], title: str) -> Preset:
     routing.check_experts(experts)
 
     shared = 0
-    for field in ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"):
+    for field in (
+        "moe_shared_expert_intermediate_size",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    ):
         if not shared and config.get(field):
             shared = _number(config, (field,), "")[1]
     if not shared and config.get("n_shared_experts"):
