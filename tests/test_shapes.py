@@ -278,6 +278,14 @@ class TestCheckExperts:
         with pytest.raises(ValueError, match=f"^out must share no memory with {name}"):
             case.with_(out=out).call()
 
+    @pytest.mark.parametrize("shift", [-3, -1, 1, 3])
+    def test_out_may_not_overlap_an_input_in_part(self, shift: int) -> None:
+        case = experts_case(tokens=4, hidden=4)
+        block = torch.zeros(10, 4)
+        x, out = block[3:7], block[3 + shift : 7 + shift]
+        with pytest.raises(ValueError, match="^out must share no memory with x"):
+            case.with_(x=x, out=out).call()
+
     def test_out_may_lie_beside_an_input_in_one_block(self) -> None:
         case = experts_case(tokens=4, hidden=4)
         block = torch.zeros(8, 4)

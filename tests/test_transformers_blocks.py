@@ -223,6 +223,11 @@ def test_moving_a_layer_changes_nothing(name: str, move: Callable[[MoELayer], Mo
     with torch.inference_mode():
         assert torch.equal(moved(x), want)
     assert torch.equal(moved(x), want)
+    # Ordinary parameters still, which can be loaded into and trained.
+    assert not any(parameter.is_inference() for parameter in moved.parameters())
+    moved.load_state_dict(block_of(name, seed=1).state_dict())
+    other = MoELayer.from_transformers(block_of(name, seed=1), backend="reference")
+    assert torch.equal(moved(x), other(x))
 
 
 def test_weights_are_never_copied(name: str) -> None:
@@ -234,6 +239,26 @@ def test_weights_are_never_copied(name: str) -> None:
     shared = layer._shared_experts()
     if shared is not None:
         assert shared.w13.untyped_storage().data_ptr() in storages
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+def test_shared_projections_in_one_block_in_another_order(gap: int) -> None:
+    """up before gate, and with a gap between them: they must not be taken for [gate, up]."""
+    block = block_of("DeepseekV3MoE")
+    x = torch.randn(1, 7, H, generator=generator(18))
+    want = block(x)
+    mlp: Any = block.shared_experts
+    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    rows = gate.size(0)
+    both = torch.full((2 * rows + gap, H), float("nan"))
+    for weight, first in (
+        ((up, 0), (gate, rows + gap)) if gap == 0 else ((gate, 0), (up, rows + gap))
+    ):
+        view = both[first : first + rows]
+        view.copy_(weight)
+        weight.data = view
+    layer = MoELayer.from_transformers(block, backend="reference")
+    assert_rows_close(layer(x)[0], want[0], 2e-6)
 
 
 def test_it_reads_the_shape(name: str) -> None:
@@ -421,6 +446,13 @@ class TestWhatIsNotCovered:
 
     def test_an_unknown_activation(self) -> None:
         self.fails(block_of("MixtralSparseMoeBlock", hidden_act="quick_gelu"), "QuickGELU")
+
+    def test_shared_experts_with_another_activation(self) -> None:
+        block = block_of("Qwen2MoeSparseMoeBlock")
+        block.shared_expert.act_fn = block_of(
+            "Qwen2MoeSparseMoeBlock", hidden_act="gelu"
+        ).experts.act_fn  # type: ignore[union-attr]
+        self.fails(block, "shared_expert has another activation")
 
     def test_shared_experts_with_biases(self) -> None:
         self.fails(
