@@ -8,17 +8,26 @@ BIN    := $(VENV)/bin
 quickstart: $(VENV)/ready
 	$(BIN)/weave-moe quickstart
 
-test: $(VENV)/ready lint
+test: lint
 	$(BIN)/python -m pytest -n 2 -q
 
-lint: $(VENV)/ready
+# The tests that need a Hopper GPU; skipped with the reason where there is none.
+gpu-test: $(VENV)/ready-test
+	$(BIN)/python -m pytest -m gpu -q
+
+lint: $(VENV)/ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# What running the package takes, and what its tests take on top of that.
 $(VENV)/ready: pyproject.toml tools/setup_venv.sh
-	PYTHON=$(PYTHON) sh tools/setup_venv.sh $(VENV)
+	PYTHON='$(PYTHON)' sh tools/setup_venv.sh '$(VENV)' plot,transformers
+	touch $@
+
+$(VENV)/ready-test: pyproject.toml tools/setup_venv.sh
+	PYTHON='$(PYTHON)' sh tools/setup_venv.sh '$(VENV)' test
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis weave-run
