@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import io
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,8 @@ def block_of(block: str, seed: int = 0, **changes: Any) -> nn.Module:
         pytest.skip(f"transformers {transformers.__version__} has no {model}")
     config = config_of(block, **changes)
     made: nn.Module = getattr(module, block)(config, *([0] if "DeepseekV4" in block else []))
+    if not hasattr(made, "experts"):
+        pytest.skip(f"transformers {transformers.__version__} has another {block}")
     g = generator(seed)
     for name, value in [*made.named_parameters(), *made.named_buffers()]:
         fan_in = value.shape[-1]
@@ -289,7 +292,11 @@ class TestOptions:
         layer = MoELayer.from_transformers(block, backend="reference")
         assert (layer.routing.num_groups, layer.routing.topk_groups) == (groups, kept)
         x = torch.randn(1, 30, H, generator=generator(10))
-        assert_rows_close(layer(x)[0], block(x)[0], 2e-6)
+        try:
+            want = block(x)
+        except AttributeError as error:
+            pytest.skip(f"transformers {transformers.__version__} cannot run it either: {error}")
+        assert_rows_close(layer(x)[0], want[0], 2e-6)
 
     @pytest.mark.parametrize("factor", [1.0, 2.5, 16.0])
     @pytest.mark.parametrize("name", ["DeepseekV2Moe", "DeepseekV3MoE", "DeepseekV4SparseMoeBlock"])
@@ -339,6 +346,12 @@ class TestOptions:
 
     def test_a_negative_selection_bias_chooses_as_the_block_does(self) -> None:
         block = block_of("DeepseekV3MoE")
+        if "masked_fill(~score_mask.bool(), 0.0)" in inspect.getsource(
+            inspect.getmodule(type(block))
+        ):  # type: ignore[arg-type]
+            pytest.skip(
+                f"transformers {transformers.__version__} takes experts of dropped groups here"
+            )
         block.gate.e_score_correction_bias -= 5.0  # type: ignore[union-attr,operator]
         layer = MoELayer.from_transformers(block, backend="reference")
         x = torch.randn(1, 30, H, generator=generator(14))
