@@ -283,7 +283,7 @@ class TestCheckExperts:
         case = experts_case(tokens=4, hidden=4)
         block = torch.zeros(10, 4)
         x, out = block[3:7], block[3 + shift : 7 + shift]
-        with pytest.raises(ValueError, match="^out must share no memory with x"):
+        with pytest.raises(ValueError, match=r"^out must share no memory with x"):
             case.with_(x=x, out=out).call()
 
     def test_out_may_lie_beside_an_input_in_one_block(self) -> None:
