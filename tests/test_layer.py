@@ -328,7 +328,8 @@ class TestChoice:
     def test_a_backend_whose_module_is_missing_is_an_error_with_the_reason(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # What import_module raises for a name that sys.modules blocks.
+        monkeypatch.setattr(backends, "_loaded", {})
+        # None in sys.modules makes an import fail as for a module that is not there.
         monkeypatch.setitem(sys.modules, "weave_moe.backends.cuda", None)
         with pytest.raises(ValueError, match=r"^backend 'cuda' cannot run this call: "):
             fused_experts(*experts_case().args, backend="cuda")

@@ -41,8 +41,13 @@ class Backend(Protocol):
         ...
 
 
+_loaded: dict[str, Backend] = {}
+
+
 def _load(name: str) -> Backend | str:
     """The backend of that name, or why it cannot be loaded."""
+    if name in _loaded:
+        return _loaded[name]
     try:
         backend = importlib.import_module(f"{__name__}.{name}").BACKEND
     except ModuleNotFoundError as error:
@@ -52,6 +57,7 @@ def _load(name: str) -> Backend | str:
     except (ImportError, OSError) as error:
         return f"it does not load: {error}"
     assert isinstance(backend, Backend)
+    _loaded[name] = backend
     return backend
 
 
