@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.buffers import BufferPool, Buffers, needs_of
-from ..runtime.driver import Kernel, capture_id, encode_tensor_map
+from ..runtime.driver import TENSOR_MAP_BYTES, Kernel, capture_id, encode_tensor_map
 from ..runtime.kernel import ERRORS, POLICIES, VICTIMS, KernelConfig, Launch, kernel_for, launch_maps
 from ..schedule.granularity import KernelPlan, choose_kernel, local_plan_bytes
 from ..shapes import ExpertsCall, LayerShape, dtype_name
@@ -372,10 +372,15 @@ def _launch(
     stats = getattr(call.workspace, "_cuda_stats", None)
     p.stats = _pointer(stats)
 
+    gathered = [bytes(TENSOR_MAP_BYTES)]  # unused
+    if plan.gathered_first:
+        p.gathered = buffers.gathered.data_ptr()
+        gathered = buffers.row_maps(buffers.gathered, s.hidden, plan, needs.h_rows, s.dtype)
     maps = launch_maps(
         [
             *_maps_of_weights(call, plan),
-            *buffers.activation_maps(plan, s.intermediate, needs.h_rows, s.dtype),
+            *buffers.row_maps(buffers.h, s.intermediate, plan, needs.h_rows, s.dtype),
+            *gathered,
         ]
     )
     ready.kernel.launch(workers, torch.cuda.current_stream().cuda_stream, maps, p)

@@ -13,6 +13,7 @@ constexpr int WIDTH_CAP = WEAVE_WIDTH_CAP;      // most tokens of a group
 constexpr bool BF16 = WEAVE_BF16;               // else fp16
 constexpr bool ROWS_FP32 = !BF16;               // down rows before weighting: fp16 could overflow there
 constexpr bool LOCAL_PLAN = WEAVE_LOCAL_PLAN;   // each block plans for itself in shared memory
+constexpr bool GATHERED_FIRST = WEAVE_GATHERED_FIRST;  // x is copied into row order first; else read by token
 constexpr bool PACKED_UP = WEAVE_PACKED_UP;     // hidden % 64 == 0: a stage of w13 is one TMA box
 constexpr bool PACKED_DOWN = WEAVE_PACKED_DOWN; // intermediate % 64 == 0: the same for w2 and the activations
 constexpr bool BIAS = WEAVE_BIAS;
@@ -48,6 +49,7 @@ struct Smem {
   u64 task_full[TASK_RING], task_empty[TASK_RING], task_done[TASK_RING];
   PlanTotals totals;
   u32 aborted;
+  u32 gather;
   // a local plan's arrays follow
 };
 
@@ -65,6 +67,7 @@ struct Cursor {
 struct Maps {
   TensorMap w13, w2;
   TensorMap h[WIDTH_CAP / 8];  // [width / 8 - 1]
+  TensorMap x[GATHERED_FIRST ? WIDTH_CAP / 8 : 1];  // of the gathered rows; else unused
 };
 
 struct Launch {
@@ -75,6 +78,7 @@ struct Launch {
   const int* expert_map;     // [experts_global] or null
   const void *b13, *b2;      // [experts, 2 x intermediate], [experts, hidden] or null
   void* out;                 // [tokens, hidden], contiguous
+  u16* gathered;             // [max_rows, hidden]: x in row order, or null
   u16* h;                    // [max_rows, intermediate]
   void* rows;                // [max_rows, hidden] bf16 or fp32
   Plan<u32> plan;            // in global memory; unused with a local plan
@@ -117,6 +121,10 @@ struct ExpertOf {
     return id < 0 || id >= p.experts ? NONE : (u32)id;
   }
 };
+
+// A group's counter: rows gathered in the high half, finished gate_up tiles in the low half.
+constexpr u32 ROW_GATHERED = 1u << 16;
+WEAVE_FN u32 up_target(u32 tokens, u32 tiles) { return (GATHERED_FIRST ? tokens * ROW_GATHERED : 0) + tiles; }
 
 // What every role holds: parameters, shared memory, and the way to give up. A role that fails says so to the launch and
 // to its block, and every wait of the block then returns false.

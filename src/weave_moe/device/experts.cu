@@ -5,14 +5,17 @@
 
 using namespace weave;
 
-template <class Index>
-WEAVE_FN void run_block(const Block& b, const Plan<Index>& plan, const ExpertOf& expert_of, u64 ticket) {
+// place(): the part of planning that only activations and combine need; it runs while the first weights are on their way.
+template <class Index, class Place>
+WEAVE_FN void run_block(const Block& b, const Plan<Index>& plan, const ExpertOf& expert_of, u64 ticket, const Place& place) {
   const u32 warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  if (warp == WEIGHT_WARP) {
+    produce_weights(b, plan, ticket);
+    return;
+  }
+  place();
   if (warp < CONSUMER_WARPS) {
     consume(b, plan, expert_of);
-  } else if (warp == WEIGHT_WARP) {
-    fence_async_proxy();  // the plan's scratch lay where TMA will write
-    produce_weights(b, plan, ticket);
   } else if (warp == ACTIVATION_WARP) {
     produce_activations(b, plan);
   } else if (warp == PUBLISH_WARP && lane == 0) {
@@ -20,15 +23,16 @@ WEAVE_FN void run_block(const Block& b, const Plan<Index>& plan, const ExpertOf&
   }
 }
 
-// Only after an error: loads may still be in flight into this block's shared memory, and the output is not to be used.
+// Only in a block that gave up. The pause lets its own loads land in its shared memory, and other blocks finish or learn
+// of the error; then the whole output becomes NaN, whatever was written before.
 WEAVE_FN void give_up(const Launch& p) {
-  __nanosleep(1000000);
+  for (int i = 0; i < 1000; ++i) __nanosleep(1000);
+  const u64 words = (u64)p.tokens * p.hidden / 2;
+  for (u64 i = threadIdx.x; i < words; i += THREADS) ((u32*)p.out)[i] = ~0u;
   if (threadIdx.x == 0) {
     *(volatile u32*)p.host_error = load_relaxed(&p.shared.control->error);
     __threadfence_system();
   }
-  const u64 words = (u64)p.tokens * p.hidden / 2;
-  for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < words; i += (u64)gridDim.x * THREADS) ((u32*)p.out)[i] = ~0u;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -39,18 +43,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const u64 start = p.stats ? nanoseconds() : 0;
 
-  u32 arrival = 0;
-  u64 ticket = 0;
   if (threadIdx.x == WEIGHT_WARP * 32) {
-    // Neither result is needed before the plan is known. A ticket holds for whatever plan there will be.
-    arrival = add_relaxed(&p.shared.control->entered, 1u);
-    ticket = add_relaxed(&p.shared.control->tick[0], (u64)1);
     prefetch_map(&maps.w13);
     prefetch_map(&maps.w2);
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; ++i) {
-      barrier_init(&s.full[i], 2);  // the two producers
+      barrier_init(&s.full[i], 1 + (GATHERED_FIRST ? 1 : 32));  // the weight producer; the activation producer, or its lanes
       barrier_init(&s.empty[i], CONSUMER_WARPS);
     }
     for (int i = 0; i < TASK_RING; ++i) {
@@ -60,6 +59,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     s.aborted = 0;
     barrier_init_fence();
+  }
+  // Everything above may run beside the end of the kernel before this one; nothing below.
+  launch_dependents_may_start();
+  wait_for_previous_launch();
+
+  u32 arrival = 0;
+  u64 ticket = 0;
+  if (threadIdx.x == WEIGHT_WARP * 32) {
+    // Neither result is needed before the plan is known. A ticket holds for whatever plan there will be.
+    arrival = add_relaxed(&p.shared.control->entered, 1u);
+    ticket = add_relaxed(&p.shared.control->tick[0], (u64)1);
   }
   const ExpertOf expert_of(p);
   const PlanShape shape = {p.tokens * p.top_k, p.experts, (u32)WIDTH_CAP};
@@ -75,15 +85,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     plan.slot_row = (PlanIndex*)at;
     plan.row_slot = plan.slot_row + shape.slots;
     plan.totals = &s.totals;
-    u32* scratch = (u32*)s.w;
-    plan.expert_row = scratch + plan_scratch(WARPS, p.experts);
-    plan.expert_tokens = plan.expert_row + p.experts;
-    // Few slots need few warps, and fewer histograms to add up.
-    const u32 warps = shape.slots <= 32 * WARPS ? div_up(shape.slots, 32) : WARPS;
+    // Scratch lies where activations will: their first copy waits for place().
+    u32* scratch = (u32*)s.x;
+    plan.expert_row = scratch;
+    plan.expert_tokens = scratch + p.experts;
+    u32* histograms = scratch + 2 * p.experts;
+    // Few slots need few warps, and fewer histograms to add up. The weight producer is not among them.
+    const u32 fit = sizeof(s.x) / 4 / p.experts - 2, most = fit < CONSUMER_WARPS ? fit : CONSUMER_WARPS;
+    const BlockTeam team(0, shape.slots <= 32 * most ? div_up(shape.slots, 32) : most, 1);
     __syncthreads();
-    if (warp < warps) build_plan(BlockTeam(0, warps, 1), shape, plan, scratch, expert_of);
+    Lookup first;
+    if (warp < team.warps()) count_tokens(team, shape, plan, histograms, expert_of, first);
     __syncthreads();
-    run_block(b, plan, expert_of, ticket);
+    run_block(b, plan, expert_of, ticket, [&] {
+      if (warp < team.warps()) place_slots(team, shape, plan, histograms, expert_of, first);
+      asm volatile("bar.sync 2, %0;" ::"n"(THREADS - 32) : "memory");  // all but the weight producer
+    });
   } else {
     __syncthreads();
     if (threadIdx.x == 0) s.totals.groups = claim_plan(p.shared);
@@ -97,11 +114,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       b.abort(PLAN_TIMEOUT);
     }
     __syncthreads();
-    run_block(b, p.plan, expert_of, ticket);
+    run_block(b, p.plan, expert_of, ticket, [] {});
   }
   if (threadIdx.x == WEIGHT_WARP * 32 && arrival >= gridDim.x) b.abort(OVERLAP);
   __syncthreads();
-  if (failed(p.shared.control)) give_up(p);
+  if (s.aborted) give_up(p);
   if (p.stats && threadIdx.x == 0) {
     p.stats[blockIdx.x * 8] = start;
     p.stats[blockIdx.x * 8 + 1] = nanoseconds();

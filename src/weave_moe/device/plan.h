@@ -53,18 +53,26 @@ struct Cut {
 };
 WEAVE_FN Cut cut_tokens(u32 tokens, u32 width_cap) {
   Cut c;
-  c.groups = div_up(tokens, width_cap);
-  c.unit = c.groups && div_up(tokens, c.groups) > 56 ? 16 : 8;
-  c.units = div_up(tokens, c.unit);
+  // One group is the usual case, and a division is dear on a GPU.
+  c.groups = tokens <= width_cap ? tokens != 0 : div_up(tokens, width_cap);
+  const u32 each = c.groups <= 1 ? tokens : div_up(tokens, c.groups);
+  c.unit = each > 56 ? 16 : 8;
+  c.units = each > 56 ? div_up(tokens, 16) : div_up(tokens, 8);
   return c;
 }
-WEAVE_FN u32 cut_at(const Cut& c, u32 g) { return (u32)((u64)g * c.units / c.groups) * c.unit; }
+WEAVE_FN u32 cut_at(const Cut& c, u32 g) {
+  if (!g) return 0;
+  return (u32)((u64)g * c.units / c.groups) * c.unit;
+}
 WEAVE_FN u32 padded_tokens(u32 tokens, u32 width_cap) {
   const Cut c = cut_tokens(tokens, width_cap);
-  if (!c.groups) return 0;
-  const u32 last = cut_at(c, c.groups - 1);
+  const u32 last = c.groups <= 1 ? 0 : cut_at(c, c.groups - 1);
   return last + group_width(tokens - last);
 }
+
+struct Range {
+  u32 begin, end;
+};
 
 // Upper limits, for the sizes of buffers. Any routing of `slots` stays within them.
 WEAVE_FN u32 max_groups(u32 slots, u32 experts, u32 width_cap) {
@@ -77,87 +85,139 @@ WEAVE_FN u32 max_rows(u32 slots, u32 experts) {
 // Words of scratch that build_plan needs: one histogram a warp.
 WEAVE_FN u32 plan_scratch(u32 warps, u32 experts) { return warps * experts; }
 
-// expert_of(slot): the local expert of a slot, or NONE where it is to be skipped. Called twice for each slot.
-// The caller separates the plan's writes from its readers: a barrier of the block, or a release (scheduler.h).
+// Rows (high half) and groups (low half) of an expert.
+WEAVE_FN u64 extent(u32 tokens, u32 width_cap) {
+  return (u64)padded_tokens(tokens, width_cap) << 32 | cut_tokens(tokens, width_cap).groups;
+}
+
+// A plan is built in two steps, so that weights can be asked for before the slots are placed: `count_tokens` makes the
+// groups, and with them the tasks; `place_slots` then gives each slot its row. The same team runs both, one after the
+// other, with the same scratch (plan_scratch words). Both are followed by what separates the plan's writes from its
+// readers: a barrier of the block, or a release (scheduler.h).
+//
+// expert_of(slot): the local expert of a slot, or NONE where it is to be skipped. Called once for each slot by each step.
+constexpr u32 LOOK_AHEAD = 8;  // slots a lane looks up at once, so that their loads overlap
+// The experts of a lane's first slots, kept from one step to the next: all of them when there are few.
+struct Lookup {
+  u32 expert[LOOK_AHEAD];
+};
+
+// Each warp takes one contiguous range of slots, so that positions follow the slots' order.
+template <class Team>
+WEAVE_FN Range slots_of_warp(const Team& team, u32 slots) {
+  const u32 each = div_up(div_up(slots, team.warps()), team.lanes()) * team.lanes();
+  Range r;
+  r.begin = team.warp() * each;
+  r.end = r.begin + each < slots ? r.begin + each : slots;
+  return r;
+}
+template <class Team, class ExpertOf>
+WEAVE_FN void look_up(const Team& team, const Range& r, u32 base, const ExpertOf& expert_of, Lookup& found) {
+#pragma GCC unroll 8
+  for (u32 i = 0; i < LOOK_AHEAD; ++i) {
+    const u32 slot = base + i * team.lanes() + team.lane();
+    found.expert[i] = slot < r.end ? expert_of(slot) : NONE;
+  }
+}
+
 template <class Team, class Index, class ExpertOf>
-WEAVE_FN void build_plan(const Team& team, const PlanShape& s, const Plan<Index>& p, u32* scratch, const ExpertOf& expert_of) {
+WEAVE_FN void count_tokens(const Team& team, const PlanShape& s, const Plan<Index>& p, u32* scratch, const ExpertOf& expert_of, Lookup& first) {
   const u32 E = s.experts, warps = team.warps(), lanes = team.lanes();
   u32* hist = scratch + team.warp() * E;
-  // Each warp takes one contiguous range of slots, so that positions follow the slots' order.
-  const u32 per_warp = div_up(div_up(s.slots, warps), lanes) * lanes;
-  const u32 begin = team.warp() * per_warp;
-  const u32 end = begin + per_warp < s.slots ? begin + per_warp : s.slots;
-
+  const Range r = slots_of_warp(team, s.slots);
+  look_up(team, r, r.begin, expert_of, first);
   for (u32 i = team.rank(); i < warps * E; i += team.size()) scratch[i] = 0;
   team.sync();
-  for (u32 base = begin; base < end; base += lanes) {
-    const u32 slot = base + team.lane();
-    const u32 e = slot < end ? expert_of(slot) : NONE;
-    const u32 same = team.match(e);
-    if (e != NONE && !(same & team.lanes_below())) hist[e] += count_bits(same);
-    team.sync_warp();
+  Lookup now = first;
+  for (u32 base = r.begin; base < r.end; base += LOOK_AHEAD * lanes) {
+    if (base != r.begin) look_up(team, r, base, expert_of, now);
+#pragma GCC unroll 8
+    for (u32 i = 0; i < LOOK_AHEAD; ++i)
+      if (now.expert[i] != NONE) team.increment(&hist[now.expert[i]]);
   }
   team.sync();
-  for (u32 e = team.rank(); e < E; e += team.size()) {
+  // Histograms become each warp's first position within an expert.
+  for (u32 x = team.rank(); x < E; x += team.size()) {
     u32 tokens = 0;
     for (u32 w = 0; w < warps; ++w) {
-      const u32 here = scratch[w * E + e];
-      scratch[w * E + e] = tokens;
+      const u32 here = scratch[w * E + x];
+      scratch[w * E + x] = tokens;
       tokens += here;
     }
-    p.expert_tokens[e] = tokens;
+    p.expert_tokens[x] = tokens;
   }
   team.sync();
   if (team.warp() == 0) {
-    u64 carry = 0;  // rows in the high half, groups in the low half
-    for (u32 base = 0; base < E; base += lanes) {
-      const u32 e = base + team.lane();
-      const u32 tokens = e < E ? p.expert_tokens[e] : 0;
-      const u64 mine = (u64)padded_tokens(tokens, s.width_cap) << 32 | cut_tokens(tokens, s.width_cap).groups;
-      u64 total;
-      const u64 before = carry + team.prefix_sum(mine, &total);
-      if (e < E) {
-        p.expert_group[e] = (u32)before;
-        p.expert_row[e] = (u32)(before >> 32);
-      }
-      carry += total;
+    // Each lane sums a range of experts; one prefix sum over the warp. Rows in the high half, groups in the low half.
+    const u32 per_lane = div_up(E, lanes);
+    const u32 from = team.lane() * per_lane, to = from + per_lane < E ? from + per_lane : E;
+    u64 mine = 0, total;
+    for (u32 x = from; x < to; ++x) mine += extent(p.expert_tokens[x], s.width_cap);
+    u64 before = team.prefix_sum(mine, &total);
+    for (u32 x = from; x < to; ++x) {
+      p.expert_group[x] = (u32)before;
+      p.expert_row[x] = (u32)(before >> 32);
+      before += extent(p.expert_tokens[x], s.width_cap);
     }
     if (team.lane() == 0) {
-      p.expert_group[E] = (u32)carry;
-      p.totals->groups = (u32)carry;
-      p.totals->rows = (u32)(carry >> 32);
+      p.expert_group[E] = (u32)total;
+      p.totals->groups = (u32)total;
+      p.totals->rows = (u32)(total >> 32);
     }
   }
   team.sync();
-  for (u32 e = team.rank(); e < E; e += team.size()) {
-    const u32 tokens = p.expert_tokens[e];
+  for (u32 x = team.rank(); x < E; x += team.size()) {
+    const u32 tokens = p.expert_tokens[x];
     if (!tokens) continue;
     const Cut c = cut_tokens(tokens, s.width_cap);
-    const u32 row = p.expert_row[e], first = p.expert_group[e];
+    const u32 row = p.expert_row[x], first = p.expert_group[x];
     for (u32 g = 0; g < c.groups; ++g) {
       const u32 lo = cut_at(c, g), hi = g + 1 < c.groups ? cut_at(c, g + 1) : tokens;
       Group out;
       out.row = row + lo;
       out.first = first;
       out.siblings = c.groups;
-      out.expert = (u16)e;
+      out.expert = (u16)x;
       out.tokens = (u16)(hi - lo);
       p.groups[first + g] = out;
     }
-    for (u32 i = tokens; i < padded_tokens(tokens, s.width_cap); ++i) p.row_slot[row + i] = (Index)NONE;
   }
-  for (u32 base = begin; base < end; base += lanes) {
-    const u32 slot = base + team.lane();
-    const u32 e = slot < end ? expert_of(slot) : NONE;
-    const u32 same = team.match(e);
-    const u32 below = same & team.lanes_below();
-    const u32 row = e == NONE ? NONE : p.expert_row[e] + hist[e] + count_bits(below);
-    team.sync_warp();
-    if (e != NONE && !below) hist[e] += count_bits(same);
-    team.sync_warp();
-    if (slot < end) p.slot_row[slot] = (Index)row;
-    if (e != NONE) p.row_slot[row] = (Index)slot;
+}
+
+template <class Team, class Index, class ExpertOf>
+WEAVE_FN void place_slots(const Team& team, const PlanShape& s, const Plan<Index>& p, u32* scratch, const ExpertOf& expert_of,
+                          const Lookup& first) {
+  const u32 E = s.experts, lanes = team.lanes();
+  u32* next = scratch + team.warp() * E;  // position of the warp's next slot of an expert
+  const Range r = slots_of_warp(team, s.slots);
+  for (u32 x = team.rank(); x < E; x += team.size()) {
+    const u32 tokens = p.expert_tokens[x], padded = padded_tokens(tokens, s.width_cap);
+    for (u32 i = tokens; i < padded; ++i) p.row_slot[p.expert_row[x] + i] = (Index)NONE;
   }
+  Lookup now = first;
+  for (u32 base = r.begin; base < r.end; base += LOOK_AHEAD * lanes) {
+    if (base != r.begin) look_up(team, r, base, expert_of, now);
+#pragma GCC unroll 8
+    for (u32 i = 0; i < LOOK_AHEAD; ++i) {
+      if (base + i * lanes >= r.end) break;  // the same for all lanes
+      const u32 slot = base + i * lanes + team.lane(), e = now.expert[i];
+      const u32 same = team.match(e);
+      const u32 below = same & team.lanes_below();
+      const u32 row = e == NONE ? NONE : p.expert_row[e] + next[e] + count_bits(below);
+      team.sync_warp();
+      if (e != NONE && !below) next[e] += count_bits(same);
+      team.sync_warp();
+      if (slot < r.end) p.slot_row[slot] = (Index)row;
+      if (e != NONE) p.row_slot[row] = (Index)slot;
+    }
+  }
+}
+
+template <class Team, class Index, class ExpertOf>
+WEAVE_FN void build_plan(const Team& team, const PlanShape& s, const Plan<Index>& p, u32* scratch, const ExpertOf& expert_of) {
+  Lookup first;
+  count_tokens(team, s, p, scratch, expert_of, first);
+  place_slots(team, s, p, scratch, expert_of, first);
 }
 
 enum StageKind : u32 { GATE_UP = 0, DOWN = 1, COMBINE = 2, STAGES = 3 };

@@ -58,11 +58,12 @@ template <class Index>
 WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticket) {
   const WarpLanes lanes;
   const Launch& p = b.p;
+  const u64 planned = p.stats ? nanoseconds() : 0;
   Cursor<RING> ring;
   Cursor<TASK_RING> ring_task;
   ring.phase = ring_task.phase = 1;
   ClaimCounts total = {0, 0, 0, 0, 0};
-  bool ok = true;
+  bool ok = true, over = false;
   u64 raw = ticket;
   for (u32 stage = 0; stage < STAGES && ok; ++stage) {
     Stage st;
@@ -100,13 +101,15 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
         }
         // A combine task has no loads to pace its claims, and it may wait: never claim past one.
         if (stage == COMBINE && ok) {
+          const u64 tick = load_relaxed(st.tick);
           ok = b.wait(&b.s.task_done[ring_task.slot], ring_task.phase ^ 1);
-          raw = claimer.issue();
+          over = claimer.dry(tick);  // spares the last block a claim in vain
+          if (!over) raw = claimer.issue();
         }
       }
       ok = lanes.first(ok);
       ring_task.advance();
-      if (!ok) break;
+      if (!ok || lanes.first(over)) break;
     }
     total.tasks += claimer.counts.tasks;
     total.tickets += claimer.counts.tickets;
@@ -121,20 +124,19 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
   }
   if (p.stats) {
     u64* out = p.stats + blockIdx.x * 8;
+    out[7] = planned;
     out[2] = total.tasks, out[3] = total.steals, out[4] = total.sweeps, out[5] = total.tickets, out[6] = total.lost;
   }
 }
 
-// Rows of x, gathered by token with 16-byte copies into the swizzled layout wgmma reads. Such copies are ordinary writes
-// that finish out of step with this warp: a stage is handed over LAG stages later, after their completion and a fence.
+// Rows of x, gathered by token with 16-byte copies into the swizzled layout wgmma reads. The barrier of a stage counts
+// 32 arrivals for it, one a lane, each made when that lane's copies are complete: this warp never waits for them.
+// Such copies are ordinary writes, so the consumers put a proxy fence between the barrier and their wgmma.
 template <class Index>
 struct Gather {
-  static constexpr int LAG = RING > 3 ? 3 : RING - 1;
   static constexpr int LANES_PER_ROW = TILE_K / 8, ROWS_PER_COPY = 32 / LANES_PER_ROW;
   static constexpr int TOKEN_REGISTERS = (WIDTH_CAP + 31) / 32;
   u32 token[TOKEN_REGISTERS];  // lane l: the token of row 32 i + l
-  u32 pending = 0;             // stages copied to but not handed over
-  Cursor<RING> oldest;
 
   WEAVE_FN void load_tokens(const Launch& p, const Plan<Index>& plan, const TaskSlot& t, u32 lane) {
 #pragma unroll
@@ -143,7 +145,7 @@ struct Gather {
       token[i] = r < t.tokens ? (u32)plan.row_slot[t.row + r] / p.top_k : 0;
     }
   }
-  WEAVE_FN void copy(const Launch& p, char* stage, const TaskSlot& t, u32 step, u32 lane) {
+  WEAVE_FN void copy(const Launch& p, char* stage, u64* full, const TaskSlot& t, u32 step, u32 lane) {
     const u32 column16 = lane % LANES_PER_ROW;
     const u32 column = step * TILE_K + column16 * 8;
     const u32 bytes = column < p.hidden ? 16 : 0;
@@ -156,21 +158,37 @@ struct Gather {
       const u32 tok = __shfl_sync(~0u, token[i * ROWS_PER_COPY / 32], r & 31);
       if (r < t.tokens) copy_async_16(block + r * 128 + ((column16 & 7) ^ (r & 7)) * 16, x + (i64)tok * p.x_pitch, bytes);
     }
-    copy_async_commit();
-    pending++;
-  }
-  template <int KEEP>
-  WEAVE_FN void hand_over(Smem& s, u32 lane) {
-    if (pending <= KEEP) return;
-    copy_async_wait<KEEP>();
-    fence_async_proxy();
-    __syncwarp();
-    for (; pending > KEEP; --pending) {
-      if (lane == 0) barrier_arrive(&s.full[oldest.slot]);
-      oldest.advance();
-    }
+    copy_async_arrive(full);
   }
 };
+
+// One lane: a task's activations from rows in order, those of h or of the gathered x.
+WEAVE_FN bool load_rows(const Block& b, const TaskSlot& t, Cursor<RING>& ring) {
+  const bool up = t.kind == GATE_UP;
+  // Gathered rows, by consumers that have started; finished gate_up tiles of the group, by workers that hold them.
+  if (!wait_for(b.p.shared, &b.p.shared.up_done[t.group], up_target(t.tokens, up ? 0 : b.p.chunks_up), TASK_TIMEOUT)) {
+    b.abort(TASK_TIMEOUT);
+    return false;
+  }
+  fence_async_proxy();  // the rows were ordinary stores
+  const TensorMap* map = &(up && GATHERED_FIRST ? b.maps.x : b.maps.h)[t.width / 8 - 1];
+  const bool packed = up ? PACKED_UP : PACKED_DOWN;
+  for (u32 k = 0; k < t.steps; ++k) {
+    if (!b.wait(&b.s.empty[ring.slot], ring.phase)) return false;
+    u64* bar = &b.s.full[ring.slot];
+    barrier_arrive_expect(bar, t.width * TILE_K * 2);
+    if (!GATHERED_FIRST) barrier_arrive(bar, 31);  // for the other lanes, which arrive after a gather
+    char* dst = b.s.x[ring.slot];
+    if (packed) {
+      tma_load(dst, map, bar, EVICT_LAST, 0, t.row, k * K_BLOCKS);
+    } else {
+      for (int kb = 0; kb < K_BLOCKS; ++kb)
+        tma_load(dst + kb * t.width * 128, map, bar, EVICT_LAST, (k * K_BLOCKS + kb) * 64, t.row);
+    }
+    ring.advance();
+  }
+  return true;
+}
 
 // One warp.
 template <class Index>
@@ -183,52 +201,29 @@ WEAVE_FN void produce_activations(const Block& b, const Plan<Index>& plan) {
   ring.phase = 1;
   Gather<Index> gather;
   for (;;) {
-    if (!barrier_try_wait(&s.task_full[ring_task.slot], ring_task.phase)) {
-      gather.template hand_over<0>(s, lane);  // consumers must not wait for stages held back here
-      if (!b.wait(&s.task_full[ring_task.slot], ring_task.phase)) return;
-    }
+    if (!b.wait(&s.task_full[ring_task.slot], ring_task.phase)) return;
     const TaskSlot t = s.task[ring_task.slot];
     __syncwarp();
     if (lane == 0) barrier_arrive(&s.task_empty[ring_task.slot]);
     ring_task.advance();
-    if (t.kind == END) break;
-    if (t.kind == GATE_UP) {
+    if (t.kind == END) return;
+    if (t.kind == COMBINE) continue;
+    if (t.kind == GATE_UP && !GATHERED_FIRST) {
       gather.load_tokens(p, plan, t, lane);
       for (u32 k = 0; k < t.steps; ++k) {
         if (!b.wait(&s.empty[ring.slot], ring.phase)) return;
-        gather.copy(p, s.x[ring.slot], t, k, lane);
+        __syncwarp();
+        gather.copy(p, s.x[ring.slot], &s.full[ring.slot], t, k, lane);
         ring.advance();
-        gather.template hand_over<Gather<Index>::LAG>(s, lane);
       }
-    } else if (t.kind == DOWN) {
-      gather.template hand_over<0>(s, lane);  // before any wait for another block
+    } else {
       bool ok = true;
-      if (lane == 0) {
-        ok = wait_for_group(p.shared, t.group, p.chunks_up);
-        fence_async_proxy();  // rows of h were ordinary stores; TMA reads them
-        if (!ok) b.abort(TASK_TIMEOUT);
-        const TensorMap* map = &b.maps.h[t.width / 8 - 1];
-        for (u32 k = 0; k < t.steps && ok; ++k) {
-          ok = b.wait(&s.empty[ring.slot], ring.phase);
-          if (!ok) break;
-          u64* bar = &s.full[ring.slot];
-          barrier_arrive_expect(bar, t.width * TILE_K * 2);
-          if (PACKED_DOWN) {
-            tma_load(s.x[ring.slot], map, bar, EVICT_LAST, 0, t.row, k * K_BLOCKS);
-          } else {
-            for (int kb = 0; kb < K_BLOCKS; ++kb)
-              tma_load(s.x[ring.slot] + kb * t.width * 128, map, bar, EVICT_LAST, (k * K_BLOCKS + kb) * 64, t.row);
-          }
-          ring.advance();
-        }
-      }
+      if (lane == 0) ok = load_rows(b, t, ring);
       if (!__shfl_sync(~0u, ok, 0)) return;
       ring.slot = __shfl_sync(~0u, ring.slot, 0);
       ring.phase = __shfl_sync(~0u, ring.phase, 0);
-      gather.oldest = ring;
     }
   }
-  gather.template hand_over<0>(s, lane);
 }
 
 }  // namespace weave

@@ -22,6 +22,9 @@ WEAVE_FN void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.c
 WEAVE_FN void barrier_arrive(u64* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
 }
+WEAVE_FN void barrier_arrive(u64* bar, u32 times) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)), "r"(times) : "memory");
+}
 WEAVE_FN void barrier_arrive_expect(u64* bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)), "r"(bytes) : "memory");
 }
@@ -37,6 +40,8 @@ WEAVE_FN bool barrier_try_wait(u64* bar, u32 phase) {
 
 // Between ordinary accesses and those of TMA and wgmma (the async proxy), on either side of a hand-over.
 WEAVE_FN void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+WEAVE_FN void fence_async_proxy_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 WEAVE_FN void prefetch_map(const TensorMap* m) { asm volatile("prefetch.tensormap [%0];" ::"l"(m) : "memory"); }
 
@@ -66,11 +71,15 @@ WEAVE_FN void tma_load(void* dst, const TensorMap* m, u64* bar, u64 hint, int a,
 WEAVE_FN void copy_async_16(u32 dst, const void* src, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
-WEAVE_FN void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-WEAVE_FN void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+// One arrival at `bar` when all copies that this thread has issued are complete.
+WEAVE_FN void copy_async_arrive(u64* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
 }
+
+// Programmatic dependent launch. The first lets the next kernel's blocks be placed as soon as all of ours have started
+// and shared memory is free; the second waits until the kernel before has finished and its writes are visible.
+WEAVE_FN void launch_dependents_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+WEAVE_FN void wait_for_previous_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 WEAVE_FN void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 WEAVE_FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

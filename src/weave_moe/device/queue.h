@@ -168,6 +168,14 @@ struct Claimer {
     return stealing() ? load_relaxed(stage.tick) : 0;
   }
 
+  // Whether a claim would find nothing, given a recent value of the stage's tick: tickets only go up.
+  WEAVE_FN bool dry(u64 tick) const {
+    if (run.count || !window_empty(own)) return false;
+    const u32 tickets = (u32)tick;
+    if (knobs.policy == COUNTER) return tickets >= stage.tasks;
+    return knobs.policy == STEAL && !(u32)(tick >> 32) && batch_window(batches, stage.tasks, tickets).lo >= stage.tasks;
+  }
+
   // A task, or RETRY (a thief came first: issue again), or DRY (own queue and dispenser are empty).
   WEAVE_FN u32 resolve(u64 raw) {
     stolen_from = NONE;

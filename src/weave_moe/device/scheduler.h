@@ -19,7 +19,8 @@ struct Control {
   u32 epoch;          // launches completed
   u32 error;
   u32 plan;           // PLAN_NONE, PLAN_CLAIMED, PLAN_READY
-  u32 pad[3];
+  u32 gather;         // GPU: blocks of rows of x handed out for gathering
+  u32 pad[2];
   u64 tick[STAGES];
 };
 enum PlanState : u32 { PLAN_NONE = 0, PLAN_CLAIMED = 1, PLAN_READY = 2 };
@@ -94,6 +95,7 @@ WEAVE_FN void leave(const Shared& s, const Lanes& lanes) {
   for (u32 i = lanes.lane(); i < s.experts; i += lanes.lanes()) store_relaxed(&s.down_done[i], 0u);
   if (lanes.lane() != 0) return;
   for (u32 i = 0; i < STAGES; ++i) store_relaxed(&s.control->tick[i], (u64)0);
+  store_relaxed(&s.control->gather, 0u);
   store_relaxed(&s.control->plan, (u32)PLAN_NONE);
   store_relaxed(&s.control->entered, 0u);
   store_relaxed(&s.control->left, 0u);

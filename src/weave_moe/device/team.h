@@ -17,6 +17,7 @@ struct Serial {
   WEAVE_FN u32 size() const { return 1; }
   WEAVE_FN void sync() const {}
   WEAVE_FN void sync_warp() const {}
+  WEAVE_FN void increment(u32* counter) const { ++*counter; }        // one that other lanes of the warp may increment too
   WEAVE_FN u32 match(u32) const { return 1; }                        // lanes of the warp holding the same value
   WEAVE_FN u32 lanes_below() const { return 0; }                     // mask of the lanes before this one
   WEAVE_FN u64 prefix_sum(u64 v, u64* total) const {                 // exclusive, over the warp
@@ -36,6 +37,7 @@ struct WarpLanes {
   WEAVE_FN u32 lane() const { return lane_; }
   WEAVE_FN u32 lanes() const { return 32; }
   WEAVE_FN void sync_warp() const { __syncwarp(); }
+  WEAVE_FN void increment(u32* counter) const { atomicAdd(counter, 1u); }
   WEAVE_FN u32 match(u32 v) const { return __match_any_sync(~0u, v); }
   WEAVE_FN u32 lanes_below() const { return (1u << lane_) - 1; }
   WEAVE_FN u64 prefix_sum(u64 v, u64* total) const {

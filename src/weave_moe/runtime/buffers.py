@@ -36,6 +36,7 @@ class Needs:
     h_rows: int
     h_bytes: int
     row_bytes: int
+    gathered_bytes: int
     plan: int
 
 
@@ -72,6 +73,7 @@ def needs_of(
         rows,
         rows * intermediate * 2,
         row_bytes,
+        rows * hidden * 2 if plan.gathered_first else 0,
         plan_bytes,
     )
 
@@ -82,7 +84,7 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.counters: Tensor = torch.empty(0, dtype=torch.uint8, device=device)
-        self.h = self.rows = self.plan = self.counters
+        self.h = self.rows = self.gathered = self.plan = self.counters
         self._maps: dict[tuple[int, ...], list[bytes]] = {}
 
     def fit(self, needs: Needs) -> None:
@@ -93,6 +95,11 @@ class Buffers:
         if self.h.numel() < needs.h_bytes:
             self.h = torch.zeros(needs.h_bytes, dtype=torch.uint8, device=self.device)
             self._maps.clear()
+        if self.gathered.numel() < needs.gathered_bytes:
+            self.gathered = torch.zeros(
+                needs.gathered_bytes, dtype=torch.uint8, device=self.device
+            )
+            self._maps.clear()
         if self.rows.numel() < needs.row_bytes:
             self.rows = torch.empty(needs.row_bytes, dtype=torch.uint8, device=self.device)
         if self.plan.numel() < needs.plan:
@@ -102,27 +109,22 @@ class Buffers:
         """Back to the initial state, after a launch that gave up."""
         self.counters.zero_()
 
-    def activation_maps(
-        self, plan: KernelPlan, intermediate: int, rows: int, dtype: str
-    ) -> list[bytes]:
-        """Maps of h for each width: a box holds a group's rows and the columns of a stage."""
-        key = (plan.tile_k, plan.width_cap, intermediate, rows, dtype == "bfloat16")
+    def row_maps(self, tensor: Tensor, columns: int, plan: KernelPlan, rows: int, dtype: str) -> list[bytes]:
+        """Maps of h or the gathered rows, [rows, columns], for each width: a box holds a group's
+        rows and the columns of a stage."""
+        key = (tensor.data_ptr(), plan.tile_k, plan.width_cap, columns, rows, dtype == "bfloat16")
         found = self._maps.get(key)
         if found is None:
-            pointer, blocks = self.h.data_ptr(), plan.tile_k // 64
+            pointer, blocks = tensor.data_ptr(), plan.tile_k // 64
             found = []
             for width in range(8, plan.width_cap + 1, 8):
-                if intermediate % 64 == 0:
-                    dims = (64, rows, intermediate // 64)
-                    found.append(
-                        encode_tensor_map(
-                            pointer, dtype, dims, (intermediate, 64), (64, width, blocks)
-                        )
-                    )
+                if columns % 64 == 0:
+                    dims, strides, box = (64, rows, columns // 64), (columns, 64), (64, width, blocks)
+                    found.append(encode_tensor_map(pointer, dtype, dims, strides, box))
                 else:
-                    dims = (intermediate, rows)
+                    shape = (columns, rows)
                     found.append(
-                        encode_tensor_map(pointer, dtype, dims, (intermediate,), (64, width))
+                        encode_tensor_map(pointer, dtype, shape, (columns,), (64, width))
                     )
             self._maps[key] = found
         return found

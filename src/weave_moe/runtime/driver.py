@@ -27,6 +27,30 @@ _SWIZZLE_128B: Final = 3
 _L2_PROMOTION_128B: Final = 2
 
 
+_PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("allowed", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+    def __init__(self, identifier: int, *, allowed: int) -> None:
+        super().__init__(identifier, b"", allowed)
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        *[(name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")],
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
 class CudaError(RuntimeError):
     """A driver call failed; the message names the call and the driver's words for it."""
 
@@ -79,20 +103,13 @@ class Kernel:
     def launch(self, blocks: int, stream: int, *arguments: ctypes.Structure) -> None:
         """Launches `blocks` blocks on a stream of the current device; arguments by value."""
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
-        _call(
-            "cuLaunchKernel",
-            self._handle,
-            blocks,
-            1,
-            1,
-            self.threads,
-            1,
-            1,
-            self.shared_bytes,
-            ctypes.c_void_p(stream),
-            pointers,
-            None,
+        # The kernel waits for the one before it by itself (griddepcontrol.wait), so that its blocks
+        # may be placed while that one drains.
+        attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, allowed=1)
+        config = _LaunchConfig(
+            blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, ctypes.pointer(attribute), 1
         )
+        _call("cuLaunchKernelEx", ctypes.byref(config), self._handle, pointers, None)
 
 
 def encode_tensor_map(

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from ..schedule.granularity import KernelPlan, ring_bytes
-from . import cache as disk
 from . import nvrtc
+from .cache import cached_file
 from .driver import TENSOR_MAP_BYTES, Kernel
 
 __all__ = ["KernelConfig", "Launch", "kernel_for", "launch_maps"]
@@ -88,6 +88,7 @@ class Launch(ctypes.Structure):
                 "b13",
                 "b2",
                 "out",
+                "gathered",
                 "h",
                 "rows",
             )
@@ -132,7 +133,7 @@ def _maps_type(count: int) -> type[ctypes.Structure]:
 
 
 def launch_maps(maps: list[bytes]) -> ctypes.Structure:
-    """`weave::Maps`: the maps of w13 and w2, then those of the activations by width."""
+    """`weave::Maps`: w13, w2, then activations and gathered rows by width."""
     structure = _maps_type(len(maps))()
     ctypes.memmove(ctypes.addressof(structure), b"".join(maps), len(maps) * TENSOR_MAP_BYTES)
     return structure
@@ -152,6 +153,7 @@ class KernelConfig:
     stages: int
     width_cap: int
     local_plan: bool
+    gathered_first: bool
     dtype: str
     activation: str
     clamp: bool
@@ -178,6 +180,7 @@ class KernelConfig:
             plan.stages,
             plan.width_cap,
             plan.local_plan,
+            plan.gathered_first,
             dtype,
             activation,
             clamp,
@@ -199,6 +202,7 @@ class KernelConfig:
             "STAGES": self.stages,
             "WIDTH_CAP": self.width_cap,
             "LOCAL_PLAN": int(self.local_plan),
+            "GATHERED_FIRST": int(self.gathered_first),
             "BF16": int(self.dtype == "bfloat16"),
             "ACTIVATION": _ACTIVATIONS[self.activation],
             "CLAMP": int(self.clamp),
@@ -209,10 +213,6 @@ class KernelConfig:
             "LAUNCH_BYTES": ctypes.sizeof(Launch),
         }
         return [f"-DWEAVE_{name}={value}" for name, value in values.items()]
-
-    def write_cubin(self, path: Path) -> None:
-        """Compiles into a file."""
-        path.write_bytes(self.compile()[0])
 
     def compile(self, *extra: str) -> tuple[bytes, str]:
         """The cubin and the compiler's log; `extra` are further options."""
@@ -252,10 +252,7 @@ def kernel_for(config: KernelConfig, shared_bytes: int) -> Kernel:
         found = _kernels.get(key)
         if found is None:
             identity = [_source_hash(), nvrtc.ARCHITECTURE, nvrtc.version(), *config.options()]
-            path = disk.entry(
-                f"experts-{disk.key(*identity)}.cubin",
-                config.write_cubin,
-            )
+            path = cached_file("experts", identity, ".cubin", lambda: config.compile()[0])
             threads = config.tile_m // 64 * 128 + 128
             found = Kernel(
                 path.read_bytes(), "weave_experts", shared_bytes=shared_bytes, threads=threads

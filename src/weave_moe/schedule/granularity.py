@@ -30,6 +30,7 @@ class KernelPlan:
 
     tile_m: weight rows of a tile.  tile_k: columns of a ring stage.  stages: of the ring.
     width_cap: most tokens of a group.  local_plan: each block plans for itself.
+    gathered_first: x is copied into row order before its tiles, else read by token.
     combine_tokens: tokens of a combine task.  slice: hidden elements of a combine task.
     reasons: one line for each choice.
     """
@@ -39,6 +40,7 @@ class KernelPlan:
     stages: int
     width_cap: int
     local_plan: bool
+    gathered_first: bool
     combine_tokens: int
     slice: int
     reasons: tuple[str, ...] = ()
@@ -71,7 +73,7 @@ def ring_bytes(tile_m: int, tile_k: int, stages: int, width_cap: int) -> int:
     """Bytes of shared memory before a local plan; `sizeof(Smem)` in device/config.h."""
     stage = (tile_m + width_cap) * tile_k * 2
     barriers = 8 * (2 * stages + 3 * TASK_RING)
-    return stages * stage + TASK_RING * _TASK_SLOT_BYTES + barriers + 16
+    return stages * stage + TASK_RING * _TASK_SLOT_BYTES + barriers + 16  # totals, aborted, gather
 
 
 def local_plan_bytes(slots: int, experts: int, width_cap: int) -> int:
@@ -117,8 +119,11 @@ def choose_kernel(
         reasons.append("many tokens: stages of 64 columns, so that wide tiles leave a deep ring")
     cap = _width_cap(mean, 64 if local else 128)
     reasons.append(f"{mean:.1f} tokens an expert that has any: groups of at most {cap}")
+    if cap > 32:
+        reasons.append("wide groups: x is gathered first (by token, 64 rows took 1.8 us a stage)")
     used = local_plan_bytes(slots, experts, cap) if local else 0
-    if local and used > shared_bytes // 6:
+    # A block's histograms lie where its activations will, at least one of them and two arrays more.
+    if local and (used > shared_bytes // 6 or 12 * experts > 6 * cap * tile_k * 2):
         local, used = False, 0
         reasons.append("the plan does not fit beside the ring: the first block makes it")
     stages = max(
@@ -130,4 +135,6 @@ def choose_kernel(
     combine_tokens = 1 if tokens <= 128 else 2 if tokens <= 512 else 8
     step = tile_m // 64 * 4 * 256
     piece = step if tokens <= 64 else -(-hidden // step) * step
-    return KernelPlan(tile_m, tile_k, stages, cap, local, combine_tokens, piece, tuple(reasons))
+    return KernelPlan(
+        tile_m, tile_k, stages, cap, local, cap > 32, combine_tokens, piece, tuple(reasons)
+    )
