@@ -96,7 +96,7 @@ def presets() -> None:
     "--tokens",
     type=click.IntRange(min=1, max=131072),
     metavar="N",
-    help="Tokens in the batch.  [default: 512, or all that the routing has]",
+    help="Tokens in the batch.  [default: 512; of a trace or text 2048, or all of it]",
 )
 @click.option(
     "--routing",

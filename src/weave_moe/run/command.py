@@ -148,7 +148,7 @@ def prepare(options: RunOptions) -> Request:
         _check_fit(chosen, routed, source)
     else:
         chosen = chosen or presets.shipped_preset()
-        tokens = options.tokens or sources.DEFAULT_TOKENS
+        tokens = options.tokens or sources.SYNTHETIC_TOKENS
         routed = sources.synthetic(source, chosen, tokens, options.seed)
     return fit_layer(options, chosen, routed)
 

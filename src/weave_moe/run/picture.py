@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..host.stats import STAGES, RunStats
-from .compare import Comparison
+from .compare import Comparison, cores
 
 __all__ = ["STAGE_COLOURS", "STEAL_COLOUR", "WAIT_COLOUR", "timeline_png"]
 
@@ -53,24 +54,30 @@ def timeline_png(comparison: Comparison, title: str, subtitle: str) -> bytes | N
     FigureCanvasAgg(figure)
     end = max(run.stats.makespan_ns for run in runs if run.stats)
     unit, name = (1e6, "ms") if end >= 2e6 else (1e3, "µs")
-    figure.text(LEFT, 1 - 0.30 / height, title, fontsize=14, fontweight="bold", va="center")
-    figure.text(LEFT, 1 - 0.55 / height, subtitle, fontsize=9, color="#555b66", va="center")
+    # A file's name may hold what matplotlib would read as a formula, and be of any length.
+    styles: tuple[tuple[str, float, dict[str, Any]], ...] = (
+        (_shortened(title, 54), 0.30, {"fontsize": 14, "fontweight": "bold"}),
+        (_shortened(subtitle, 170), 0.55, {"fontsize": 9, "color": "#555b66"}),
+    )
+    for text, down, style in styles:
+        figure.text(LEFT, 1 - down / height, text, va="center", parse_math=False, **style)
     for index, run in enumerate(runs):
         stats = run.stats
         assert stats is not None
         assert stats.trace is not None
         top = HEAD + index * (panel + GAP)
         axes = figure.add_axes((LEFT, 1 - (top + panel) / height, RIGHT - LEFT, panel / height))
-        low = (
-            0.16 if panel / workers * DPI >= 12 else -0.42
-        )  # narrow rows: a stolen task is all mark
+        pixel = end / (WIDTH * (RIGHT - LEFT) * DPI)
+        # In narrow rows a stolen task is all mark.
+        low = 0.16 if panel / workers * DPI >= 12 else -0.42
         for corners, colour in _boxes(stats, stats.trace, low):
             axes.add_collection(
                 PolyCollection(
                     corners * np.array([1 / unit, 1.0]),
                     facecolors=colour,
                     edgecolors="white" if colour in STAGE_COLOURS else "none",
-                    linewidths=_edge(stats, end),
+                    # A line between tasks where there is room for it, or it would hide them.
+                    linewidths=np.where(corners[:, 1, 0] - corners[:, 0, 0] > 4 * pixel, 0.4, 0.0),
                 )
             )
         axes.set_xlim(0, end * 1.005 / unit)
@@ -100,9 +107,7 @@ def timeline_png(comparison: Comparison, title: str, subtitle: str) -> bytes | N
             axes.set_ylabel("worker", fontsize=9)
         if index == len(runs) - 1:
             axes.set_xlabel(
-                f"{name} since the launch (CPU threads: shows the schedule, not evidence of speed)"
-                if comparison.backend == "host"
-                else f"{name} since the launch",
+                f"{name} since the launch{_caveat(comparison)}",
                 fontsize=9,
             )
     keys = [Patch(color=c, label=s) for s, c in zip(STAGES, STAGE_COLOURS, strict=True)]
@@ -118,14 +123,23 @@ def timeline_png(comparison: Comparison, title: str, subtitle: str) -> bytes | N
         columnspacing=1.2,
     )
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # names in other scripts
+        figure.savefig(buffer, format="png", dpi=DPI)
     return buffer.getvalue()
 
 
-def _edge(stats: RunStats, end: int) -> float:
-    """Width of the line between tasks, in points: none where tasks are too narrow to spare it."""
-    pixels = WIDTH * (RIGHT - LEFT) * DPI * stats.makespan_ns / max(1, end)
-    return 0.4 if pixels / max(1, stats.tasks / stats.workers) > 6 else 0.0
+def _caveat(comparison: Comparison) -> str:
+    if comparison.backend != "host":
+        return ""
+    turns = ""
+    if comparison.workers > cores():
+        turns = f", on {cores()} cores in turn: a long task waited for its core"
+    return f" ({comparison.workers} CPU threads{turns}; no evidence of speed)"
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def _boxes(

@@ -19,8 +19,9 @@ from ..shapes import Activation
 from .errors import InputError
 
 __all__ = [
-    "DEFAULT_TOKENS",
+    "RECORDED_TOKENS",
     "SOURCES",
+    "SYNTHETIC_TOKENS",
     "Load",
     "Routed",
     "Source",
@@ -36,7 +37,8 @@ __all__ = [
 SOURCES = "trace:NAME, trace:FILE.npz, text:NAME, text:FILE, uniform, zipf[:A] or hot[:SHARE]"
 ZIPF = 1.2
 HOT = 0.5
-DEFAULT_TOKENS = 512
+SYNTHETIC_TOKENS, RECORDED_TOKENS = 512, 2048
+"""Tokens of a run that is not told: of generated routing, and of a trace or a text at most."""
 
 
 @dataclass(frozen=True)
@@ -227,9 +229,9 @@ def check_layer(layer: int | None, layers: int, where: str) -> int:
 
 
 def check_tokens(wanted: int | None, there: int, where: str) -> int:
-    """`wanted`, by default 512 or all there are; InputError if there are fewer."""
+    """`wanted`, by default 2048 or all there are; InputError if there are fewer."""
     if wanted is None:
-        return min(DEFAULT_TOKENS, there)
+        return min(RECORDED_TOKENS, there)
     if wanted > there:
         raise InputError(f"--tokens must be at most {there} for {where}, got {wanted}")
     return wanted
