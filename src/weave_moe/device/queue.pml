@@ -1,7 +1,7 @@
 /* The queue protocol of queue.h and scheduler.h, for Spin. Keep in step with them: each step below is one atomic operation
  * of theirs (with the local work after it), named in its comment. Sequentially consistent, compare-and-swap as one step.
  *
- *   spin -a -DNW=2 -DNL=2 queue.pml && gcc -O2 -DSAFETY -DCOLLAPSE -o pan pan.c && ./pan -m1000000
+ *   spin -a -DNW=2 -DNL=2 queue.pml && gcc -O2 -DSAFETY -DCOLLAPSE -o pan pan.c && ./pan -m20000
  *
  * Workers of NL launches run a stage of NU gate_up tasks and one of ND down tasks, in NG groups; a ticket is worth B
  * tasks. What the code decides by hints or chance is left open here: a thief takes any victim, sweeps any number of
@@ -50,10 +50,13 @@ byte entered, left, plan; /* plan: 0 none, 1 claimed, 2 ready */
 /* What is observed, no part of the protocol. */
 byte launch, built, gone;
 bit ran[2 * MOST];
+byte needed[NG]; /* gate_up tasks of each group */
 
 inline publish(from, to) {
   d_step { /* store_relaxed(queue) */
+#ifndef BUG_EARLY_REFILL /* there the loss itself shall show */
     assert(lo[Q] >= hi[Q]);
+#endif
 #ifdef NO_TAGS
     own_tag = 0;
 #else
@@ -106,8 +109,6 @@ inline run_task() {
 #define BEFORE_ISSUE run_task()
 #define AFTER_ISSUE
 #endif
-
-byte needed[NG];
 
 proctype worker(byte me) {
   byte stage, task = NONE, own_tag, own_lo, own_hi, k, victim, seen_tag, seen_lo, seen_hi, claimed = NONE;
