@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import mmap
 import pickle
 import signal
 import stat
@@ -206,6 +208,52 @@ def test_conversions_are_exact(dtype: torch.dtype) -> None:
         assert torch.equal(got.nan_to_num(0.0), want.nan_to_num(0.0))
 
 
+def crafted(
+    dtype: torch.dtype,
+    x: list[float],
+    w13: list[list[float]],
+    w2: list[list[float]],
+    weights: list[float],
+    **options: Any,
+) -> float:
+    """One token with slots 0, 1, ... on experts 0, 1, ...; H inputs, I = len(w2[0]), one output.
+
+    relu2, so that h^2 comes before w2. w13[e] is one row for all of I; w2[e] is the first row.
+    """
+    inner = len(w2[0])
+    up = torch.tensor(w13, dtype=dtype).unsqueeze(1).expand(-1, inner, -1)
+    down = torch.zeros(len(w2), len(x), inner, dtype=dtype)
+    down[:, 0] = torch.tensor(w2)
+    ids = torch.arange(len(weights), dtype=torch.int32).unsqueeze(0)
+    args = (torch.tensor([x], dtype=dtype), up, down, torch.tensor([weights]), ids)
+    case = Case(args, {"activation": "relu2", **options})
+    got = run(case)
+    assert torch.equal(got, experts_reference(case.call()))
+    return float(got[0, 0])
+
+
+def test_roundings_are_where_the_contract_has_them() -> None:
+    bf16, fp16, fp32 = DTYPES
+    one = [[1.0], [1.0]]
+    # A row of 1 + 2^-9 less a row of 1: gone if the row was rounded to bf16, kept in fp32.
+    assert crafted(bf16, [1.0], one, [[1.0, 2.0**-9], [1.0, 0.0]], [1.0, -1.0]) == 0.0
+    # fp16 rows are kept: what fp16 cannot hold, in the last place or beyond its range, survives.
+    assert crafted(fp16, [1.0], one, [[1.0, 2.0**-12], [1.0, 0.0]], [1.0, -1.0]) == 2.0**-12
+    assert crafted(fp16, [8.0], one, [[2000.0], [0.0]], [0.25, 0.0]) == 32_000.0
+    # (1 + 2^-6)^2 = 1 + 2^-5 + 2^-12: the intermediate loses its last term to fp16.
+    assert crafted(fp16, [1.0], [[1 + 2.0**-6], [1.0]], [[1.0], [1 + 2.0**-5]], [1.0, -1.0]) == 0.0
+    # A scaled input is rounded: 1 + 2^-12 is 1 in fp16, and then both slots are equal.
+    scaled = crafted(fp16, [1.0], one, [[1.0], [-1.0]], [1 + 2.0**-12, 1.0], weight_on_input=True)
+    assert scaled == 0.0
+    # Slots are added in order: 2^24 + 1 is 2^24 in fp32, and only this order gives 0.
+    rows = [[1.0]] * 3
+    assert crafted(fp32, [1.0], rows, rows, [2.0**24, 1.0, -(2.0**24)]) == 0.0
+    assert crafted(fp32, [1.0], rows, rows, [2.0**24, -(2.0**24), 1.0]) == 1.0
+    # A weight times a row is rounded before it is added.
+    third, square = 1 / 3, float(torch.tensor(1 / 3) * torch.tensor(1 / 3))
+    assert crafted(fp32, [1.0], one, [[third], [1.0]], [third, -square]) == 0.0
+
+
 def test_no_tokens_and_no_slots() -> None:
     workspace = Workspace(3, trace=True)
     case = experts_case(0)
@@ -245,8 +293,9 @@ def test_skipped_slots_and_invalid_tokens_touch_nothing() -> None:
 
 
 UNREADABLE = """
-import ctypes, mmap, os, sys, torch
+import ctypes, mmap, os, resource, sys, threading, time, torch
 from weave_moe.host import engine
+from weave_moe.host.workspace import Workspace
 from weave_moe.shapes import check_experts
 
 torch.set_num_threads(1)
@@ -288,15 +337,65 @@ def forbidden():
     engine.run(check_experts(x, w13, w2, weights, ids))
     return 4
 
-print(in_child(again), in_child(forbidden))
+def few_threads():
+    # Address space for a dozen more stacks: the threads that start take the others' work.
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * mmap.PAGESIZE + (150 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        for _ in range(200):
+            threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+        return 5  # the limit does not do what this test is about
+    except RuntimeError:
+        pass
+    workspace = Workspace(200)
+    call = check_experts(x, w13, w2, weights, ids, workspace=workspace)
+    return 0 if torch.equal(engine.run(call), y) and workspace.last_run.workers == 200 else 3
+
+print(in_child(again), in_child(few_threads), in_child(forbidden))
 """
 
 
 @pytest.mark.slow
-def test_unused_experts_are_not_read_and_a_forked_process_runs() -> None:
-    """Unused experts lie on pages that may not be read; using one is the crash that proves it."""
+def test_unused_experts_are_not_read_and_threads_and_forks_do_not_matter() -> None:
+    """Unused experts lie on pages that may not be read; using one is the crash that proves it.
+
+    The children of that process also run where no further thread can be started.
+    """
     done = subprocess.run([sys.executable, "-c", UNREADABLE], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"0 {-signal.SIGSEGV}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"0 0 {-signal.SIGSEGV}\n"), done.stderr
+
+
+def test_ids_beyond_32_bits_are_skipped() -> None:
+    case = experts_case(30, experts=4, top_k=3, id_dtype=torch.int64)
+    far = torch.tensor([1 << 32, -(1 << 32), 1 << 62, -(1 << 63), 5 << 16])
+    mask = torch.rand(30, 3, generator=generator(4)) < 0.5
+    offset = far[torch.randint(5, (30, 3), generator=generator(5))] * mask
+    want = run(case, topk_ids=case.topk_ids.masked_fill(mask, -1))
+    assert bits(run(case, topk_ids=case.topk_ids + offset)) == bits(want)
+    expert_map = torch.arange(4, dtype=torch.int32)
+    got = run(case, topk_ids=case.topk_ids + offset, expert_map=expert_map)
+    assert bits(got) == bits(want)
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """Experts and rows more than 2^31 elements apart, in memory that is mostly never touched."""
+    case = experts_case(6, 3, 2, 3, 2)
+    no_reserve = 0x4000  # MAP_NORESERVE, which Python's mmap has no name for everywhere
+    apart = (1 << 31) + 5
+
+    def far(weight: Tensor) -> Tensor:
+        experts, rows, columns = weight.shape
+        spread = (experts - 1) * apart + (rows - 1) * (apart // 8) + columns
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+        memory = torch.frombuffer(mmap.mmap(-1, 4 * spread, flags=flags), dtype=torch.float32)
+        result = memory.as_strided(weight.shape, (apart, apart // 8, 1))
+        result.copy_(weight)
+        return result
+
+    want = run(case)
+    assert bits(run(case, w13=far(case.w13))) == bits(want)
+    assert bits(run(case, w2=far(case.w2))) == bits(want)
 
 
 def test_weights_of_any_stride() -> None:
@@ -336,7 +435,7 @@ def bit_cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(bit_cases(), st.data())
 def test_bits_depend_on_nobody_who_ran_what(case: Case, data: st.DataObject) -> None:
     want = bits(run(case, workspace=Workspace(1), policy="counter"))
@@ -507,27 +606,32 @@ def stage_trace(stats: RunStats, stage: int) -> Any:
     return stats.trace[stats.trace["stage"] == stage]
 
 
-def test_static_policies_bind_tasks_to_workers() -> None:
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_static_policies_bind_tasks_to_workers(workers: int) -> None:
+    """A list of tasks belongs to whoever took its ticket, as a whole."""
     case = experts_case(64, 40, 300, 12, 3, seed=5)
-    for workers in (2, 3, 5):
-        workspace = Workspace(workers, trace=True)
-        plan = plan_of(case.call(), 32)
-        run(case, workspace=workspace, policy="static_strided")
-        chunks = gate_up_stage(40, 300).chunks
-        order = {
-            tile_at(plan.groups, chunks, 1, index)[:2]: index
-            for index in range(len(plan.groups) * chunks)
-        }
+    plan = plan_of(case.call(), 32)
+    chunks = gate_up_stage(40, 300).chunks
+    order = {
+        tile_at(plan.groups, chunks, 1, index)[:2]: index
+        for index in range(len(plan.groups) * chunks)
+    }
+    workspace = Workspace(workers, trace=True, combine_tokens=1)
+
+    def assert_lists_are_whole(stage: int, number: Callable[[Any], int]) -> None:
         owner: dict[int, int] = {}
-        for event in stage_trace(last_run(workspace), 0):
-            index = order[int(event["group"]), int(event["chunk"])]
-            assert owner.setdefault(index % workers, int(event["worker"])) == event["worker"]
-        run(case, workspace=workspace, policy="static_expert")
-        for stage in (0, 1):
-            owner = {}
-            for event in stage_trace(last_run(workspace), stage):
-                expert = int(event["expert"])
-                assert owner.setdefault(expert % workers, int(event["worker"])) == event["worker"]
+        for event in stage_trace(last_run(workspace), stage):
+            worker = int(event["worker"])
+            assert owner.setdefault(number(event) % workers, worker) == worker
+
+    run(case, workspace=workspace, policy="static_strided")
+    assert_lists_are_whole(0, lambda event: order[int(event["group"]), int(event["chunk"])])
+    assert_lists_are_whole(2, lambda event: int(event["chunk"]))
+    # With more experts than workers a list has every so-many-th expert; blocks have no expert.
+    run(case, workspace=workspace, policy="static_expert")
+    assert_lists_are_whole(0, lambda event: int(event["expert"]))
+    assert_lists_are_whole(1, lambda event: int(event["expert"]))
+    assert_lists_are_whole(2, lambda event: int(event["chunk"]))
 
 
 @pytest.mark.parametrize("policy", ["steal", "window"])
@@ -604,6 +708,43 @@ def test_workspace_bytes_is_what_the_engine_takes(
     assert held <= workspace_bytes(call.shape, call.num_tokens + more, workspace)
     bound = workspace.launch_bytes(call.shape, 1)
     assert workspace.launch_bytes(call.shape, tokens or 1) <= max(workspace.slab_bytes, bound)
+
+
+@given(
+    st.integers(1, 5000),
+    st.integers(1, 5000),
+    st.integers(1, 300),
+    st.integers(1, 64),
+    st.sampled_from((8, 32, 256)),
+    st.integers(1, 64),
+)
+def test_a_slab_is_as_large_as_task_numbers_allow(
+    hidden: int, intermediate: int, experts: int, top_k: int, width_cap: int, parts: int
+) -> None:
+    """The engine refuses one token more than `slab_tokens` says, before it looks at anything."""
+    workspace = Workspace(1, width_cap=width_cap, parts_up=parts, parts_down=1, slab_bytes=1 << 62)
+    shape = LayerShape(hidden, intermediate, experts, top_k)
+    handle = engine._handle(workspace)
+    options = engine._options(workspace, "counter")
+    call = experts_case(1).call()
+    arguments = engine._arguments(call, call.output(), 0, 1)
+    arguments.hidden, arguments.intermediate = hidden, intermediate
+    arguments.experts, arguments.top_k = experts, top_k
+    arguments.tokens = workspace.slab_tokens(shape) + 1
+
+    def status() -> int:
+        return int(
+            engine._library().weave_run(
+                handle.pointer, ctypes.byref(arguments), ctypes.byref(options), None
+            )
+        )
+
+    assert status() == 18
+    assert handle.bytes == 0
+    options.width_cap = 72
+    assert status() == 19
+    options.width_cap, arguments.experts = 64, 65_535
+    assert status() == 19
 
 
 def test_any_number_of_tokens_has_a_bound() -> None:
@@ -718,8 +859,8 @@ def test_two_launches_in_one_workspace(slow_case: Case) -> None:
     arguments, options = engine._arguments(call, out, 0, 5), engine._options(workspace, "steal")
     status = engine._library().weave_run(
         workspace._engine.pointer,
-        engine.ctypes.byref(arguments),
-        engine.ctypes.byref(options),
+        ctypes.byref(arguments),
+        ctypes.byref(options),
         None,
     )
     assert thread.is_alive(), "the slow call was not slow enough to be disturbed"

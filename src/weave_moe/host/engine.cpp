@@ -652,7 +652,7 @@ double weave_bench_plan(const int32_t* ids, int64_t slots, int64_t experts, int3
     const PlanShape shape = {(u32)slots, (u32)experts, (u32)width_cap};
     std::vector<Group> groups(max_groups(shape.slots, shape.experts, shape.width_cap));
     std::vector<u32> expert_group((size_t)experts + 1), expert_row((size_t)experts), expert_tokens((size_t)experts);
-    std::vector<u32> row_slot(max_rows(shape.slots, shape.experts)), slot_row((size_t)slots), histogram((size_t)experts);
+    std::vector<u32> row_slot(max_rows(shape.slots, shape.experts)), slot_row((size_t)slots), histogram((size_t)plan_scratch(1, shape.experts));
     PlanTotals totals;
     const Plan<u32> plan = {groups.data(),   expert_group.data(), expert_row.data(), expert_tokens.data(),
                             row_slot.data(), slot_row.data(),     &totals};

@@ -44,7 +44,8 @@ class WorkerStats:
 
     tasks: tasks run.  steals: tasks taken from another worker's queue (each with up to half of it).
     steal_attempts: looks at all queues for something to steal.  tickets: batches asked of
-    dispensers.  busy_ns: computing.  wait_ns: waiting for what a claimed task depends on.
+    dispensers.  busy_ns: in tasks, by the clock on the wall, so a worker whose thread the system
+    has put aside counts as busy.  wait_ns: waiting for what a claimed task depends on.
     idle_ns: the rest of the run: starting, planning, claiming, and having nothing to do.
     first_ns, last_ns: arrival and departure, since the launch began.
     """
