@@ -92,10 +92,12 @@ def layer_only(entry: Preset) -> Preset:
 @pytest.mark.parametrize("name", [*CONFIGS, "qwen3.5-35b"])
 def test_preset_is_what_transformers_config_says(name: str, tmp_path: Path) -> None:
     if name == "qwen3.5-35b":
-        config: Any = transformers.Qwen3_5MoeConfig()  # nested: text_config within
+        kind, fields = "Qwen3_5MoeConfig", {}  # nested: text_config within
     else:
         kind, fields = CONFIGS[name]
-        config = getattr(transformers, kind)(**fields)
+    if not hasattr(transformers, kind):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    config: Any = getattr(transformers, kind)(**fields)
     values = config.to_dict()
     values["dtype"] = "bfloat16"
     (tmp_path / "config.json").write_text(json.dumps(values, default=str))
