@@ -124,7 +124,8 @@ class TestMoeLayer:
         routed = fused_experts(*tensors, weights, ids, backend=backend, **options)
         gate = torch.ones(case.x.size(0), 1)
         if shared.gate is not None:
-            gate = torch.sigmoid(case.x.float() @ shared.gate.float().T)
+            # To the bit, so by the same product (a vector, not the transpose of a row).
+            gate = torch.sigmoid(case.x.float() @ shared.gate.float().reshape(-1, 1))
         extra = fused_experts(
             case.x,
             shared.w13[None],

@@ -444,7 +444,11 @@ class TestEveryBackend:
         except ValueError as error:
             assert str(error).startswith(f"backend {backend!r} cannot run this call: ")  # noqa: PT017
             return
-        assert torch.equal(got, run(case, backend))
+        if backend == "reference":
+            # Strides choose torch's kernel, and so the last bits.
+            assert_close(got, case)
+        else:
+            assert torch.equal(got, run(case, backend))
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_tokens_and_weights_may_be_strided(self, dtype: torch.dtype, backend: str) -> None:
