@@ -396,6 +396,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "scale by zero": (["run", "--scale", "1/0"], "1/0"),
     "too large": (["run", "--preset", "mixtral-8x22b", "--scale", "1"], "try --scale"),
     "too many": (["run", "--preset", "olmoe", "--tokens", "131072"], "or fewer"),
+    "too much text": (["run", "--routing", "text:kjv", "--tokens", "131072"], "or fewer"),
     "no config": (["run", "--config", "/no/such/config.json"], "/no/such/config.json"),
     "quickstart without text": (["quickstart", "--text", "nowhere"], "kjv"),
 }

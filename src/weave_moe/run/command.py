@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,29 +140,30 @@ def prepare(options: RunOptions) -> Request:
         raise InputError(f"--layer belongs to a trace or a text, not to --routing {source}")
     if source.kind == "text":
         return _from_text(options, chosen, source)
-    meta: dict[str, Any] = {}
     if source.kind == "trace":
         routed, meta = sources.from_trace(source.name, options.layer, options.tokens)
-        if chosen is None:
-            chosen = _trace_layer(routed, meta, source)
+        chosen = chosen or _trace_layer(routed, meta, source)
         _check_fit(chosen, routed, source)
+        layer, dtype, notes = fit_layer(options, chosen, routed.tokens)
     else:
-        chosen = chosen or presets.shipped_preset()
         tokens = options.tokens or sources.SYNTHETIC_TOKENS
-        routed = sources.synthetic(source, chosen, tokens, options.seed)
-    return fit_layer(options, chosen, routed)
+        layer, dtype, notes = fit_layer(options, chosen or presets.shipped_preset(), tokens)
+        routed = sources.synthetic(source, layer, tokens, options.seed)
+    return Request(layer, routed, dtype, notes)
 
 
-def fit_layer(options: RunOptions, layer: Preset, routed: Routed) -> Request:
-    """The request for `layer`, scaled down as the options and the machine ask."""
+def fit_layer(
+    options: RunOptions, layer: Preset, tokens: int
+) -> tuple[Preset, str, tuple[str, ...]]:
+    """`layer` scaled down as the options and the machine ask, its dtype, and lines about it."""
     dtype = options.dtype or layer.dtype
     factor, line = choose_scale(
-        layer, routed.tokens, dtype, options.scale, on_gpu=uses_gpu(options.backend)
+        layer, tokens, dtype, options.scale, on_gpu=uses_gpu(options.backend)
     )
     notes = [*layer.notes, *([line] if line else [])]
     if layer.shared_intermediate:
         notes.append("the model's shared experts are dense and left out")
-    return Request(layer.scaled(factor), routed, dtype, tuple(notes))
+    return layer.scaled(factor), dtype, tuple(notes)
 
 
 def _layer(options: RunOptions) -> Preset | None:
@@ -187,10 +188,11 @@ def _from_text(options: RunOptions, chosen: Preset | None, source: Source) -> Re
         raise InputError(
             f"--scale {options.scale}: real weights cannot be scaled (routing {source})"
         )
-    layer = presets.shipped_preset()
-    dtype = options.dtype or layer.dtype
+    layer, dtype, notes = fit_layer(
+        replace(options, scale="1"), presets.shipped_preset(), options.tokens or 1
+    )
     routed = from_text(source.name, options.layer, options.tokens, dtype)
-    return Request(layer, routed, dtype, layer.notes)
+    return Request(layer, routed, dtype, notes)
 
 
 def _trace_layer(routed: Routed, meta: dict[str, Any], source: Source) -> Preset:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -261,11 +260,10 @@ def build_experts(preset: Preset, routed: Routed, dtype: str, seed: int) -> Expe
 
 
 def uses_gpu(wanted: str) -> bool:
-    """Whether a run with `--backend wanted` goes to a GPU."""
-    if wanted not in ("auto", "cuda"):
+    """Whether a run with `--backend wanted` goes to a GPU: to any if asked to, else to a Hopper."""
+    if wanted not in ("auto", "cuda") or not torch.cuda.is_available():
         return False
-    known = importlib.util.find_spec("weave_moe.backends.cuda") is not None
-    return known and torch.cuda.is_available()
+    return wanted == "cuda" or torch.cuda.get_device_capability() == (9, 0)
 
 
 def choose_backend(experts: Experts, wanted: str) -> tuple[str, Experts, str | None]:
@@ -275,9 +273,7 @@ def choose_backend(experts: Experts, wanted: str) -> tuple[str, Experts, str | N
     """
     gpu = uses_gpu(wanted)
     if wanted == "cuda" and not gpu:
-        known = importlib.util.find_spec("weave_moe.backends.cuda") is not None
-        lacks = "torch sees no GPU" if known else "it is not part of this version"
-        raise InputError(f"--backend cuda cannot run here: {lacks}")
+        raise InputError("--backend cuda cannot run here: torch sees no GPU")
     moved = experts.to("cuda") if gpu else experts
     name = wanted if wanted != "auto" else ("cuda" if gpu else "host")
     call = check_experts(*moved.inputs(), **moved.options())
