@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .backends.cuda import KernelError, check, warmup
     from .host.workspace import Workspace
     from .layer import MoELayer, fused_experts, moe_layer, workspace_bytes
     from .routing import RoutingConfig, route, router_logits
@@ -24,31 +25,37 @@ if TYPE_CHECKING:
 __all__ = [
     "POLICIES",
     "Activation",
+    "KernelError",
     "LayerShape",
     "MoELayer",
     "RoutingConfig",
     "SharedExperts",
     "Workspace",
     "__version__",
+    "check",
     "fused_experts",
     "moe_layer",
     "route",
     "router_logits",
+    "warmup",
     "workspace_bytes",
 ]
 
 _HOME = {
     "Activation": "shapes",
+    "KernelError": "backends.cuda",
     "LayerShape": "shapes",
     "MoELayer": "layer",
     "POLICIES": "shapes",
     "RoutingConfig": "routing",
     "SharedExperts": "shapes",
     "Workspace": "host.workspace",
+    "check": "backends.cuda",
     "fused_experts": "layer",
     "moe_layer": "layer",
     "route": "routing",
     "router_logits": "routing",
+    "warmup": "backends.cuda",
     "workspace_bytes": "layer",
 }
 
