@@ -55,11 +55,16 @@ FIXED_POLICIES = POLICIES[1:]
 WORKERS = (1, 2, 3, 8, 33)
 
 
-def _compiled() -> str | None:
-    return engine.unavailable(experts_case(tokens=1).call())
+def _no_compiler() -> str:
+    try:
+        build.compiler()
+    except build.BuildError as error:
+        return str(error)
+    return ""
 
 
-pytestmark = pytest.mark.skipif(_compiled() is not None, reason=str(_compiled()))
+# An engine that does not compile is no reason to skip.
+pytestmark = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler() or "a compiler is here")
 
 
 def run(case: Case, **changes: Any) -> Tensor:
@@ -836,11 +841,11 @@ def test_a_wait_beyond_its_limit_is_an_error_and_the_next_call_works(policy: str
 @pytest.fixture
 def slow_case() -> Case:
     """A call of some tenths of a second."""
-    return experts_case(512, 512, 512, 8, 4)
+    return experts_case(512, 1024, 512, 8, 4)
 
 
 def test_two_launches_in_one_workspace(slow_case: Case) -> None:
-    workspace, other = Workspace(2), Workspace(2)
+    workspace, other = Workspace(1), Workspace(2)
     quick = experts_case(5)
     quick_want = run(quick)
     want = run(slow_case, workspace=other)

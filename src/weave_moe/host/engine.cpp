@@ -20,9 +20,18 @@ namespace {
 constexpr int CHUNK_ROWS = 128;   // weight rows of a chunk, in both stages
 constexpr int BLOCK_TOKENS = 16;  // tokens whose rows a worker holds in fp32 at a time
 
+// Room for what the scheduler core may need: sizes that Workspace.launch_bytes can count on.
+constexpr int CONTROL_BYTES = 512;
+constexpr int PLAN_SCRATCH_BYTES = 1024;  // beside one word an expert
+
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
+}
+
+i64 scratch_bytes(u32 experts) {
+  const i64 needed = (i64)plan_scratch(1, experts) * 4, counted = (i64)experts * 4 + PLAN_SCRATCH_BYTES;
+  return needed < counted ? counted : needed;
 }
 
 // Memory that grows and never copies: what it held is not needed any more when it grows.
@@ -95,7 +104,7 @@ struct WeaveWorkspace {
   // Zero before every launch, and left so by it.
   weave::Buffer control, queue, up_done, down_done, up_parts, down_parts;
   // Written by a launch before it reads them.
-  weave::Buffer groups, expert_group, expert_row, expert_tokens, row_slot, slot_row, totals, histogram;
+  weave::Buffer groups, expert_group, expert_row, expert_tokens, row_slot, slot_row, totals, plan_scratch;
   weave::Buffer activation, rows, up_sums, down_sums, scratch;
   std::vector<WeaveWorkerStats> worker_stats;
   std::vector<std::unique_ptr<weave::Events>> events;
@@ -108,7 +117,7 @@ struct WeaveWorkspace {
   template <class F>
   void each_data(const F& f) {
     for (weave::Buffer* b : {&groups, &expert_group, &expert_row, &expert_tokens, &row_slot, &slot_row, &totals,
-                             &histogram, &activation, &rows, &up_sums, &down_sums, &scratch})
+                             &plan_scratch, &activation, &rows, &up_sums, &down_sums, &scratch})
       f(*b);
   }
 };
@@ -124,7 +133,7 @@ struct Launch {
   PlanShape shape;
   Plan<u32> plan;
   Shared shared;
-  u32* histogram;
+  u32* plan_scratch;
   void* activation;  // [rows, intermediate] of the dtype; padding rows are neither written nor read
   void* rows;        // [slots, hidden]; those of skipped slots are neither written nor read
   float* up_sums;    // [parts_up, rows, w13_rows], where parts_up > 1
@@ -189,7 +198,7 @@ class Worker {
 
   bool plan() {
     if (!claim_plan(l.shared)) return wait_for_plan(l.shared);
-    build_plan(Serial(), l.shape, l.plan, l.histogram, [this](u32 slot) { return l.expert_of(slot); });
+    build_plan(Serial(), l.shape, l.plan, l.plan_scratch, [this](u32 slot) { return l.expert_of(slot); });
     publish_plan(l.shared);
     return true;
   }
@@ -511,7 +520,8 @@ int32_t run(WeaveWorkspace* ws, const WeaveCall& c, const WeaveOptions& o, Weave
     l.valid_tokens = here < c.tokens ? here : c.tokens;
   }
 
-  ws->control.reserve(sizeof(Control), true);
+  static_assert(sizeof(Control) <= CONTROL_BYTES && sizeof(Group) == 16, "Workspace.launch_bytes counts these");
+  ws->control.reserve(CONTROL_BYTES, true);
   ws->queue.reserve((i64)STAGES * o.workers * 8, true);
   ws->up_done.reserve(groups * 4, true);
   ws->down_done.reserve(c.experts * 4, true);
@@ -524,7 +534,7 @@ int32_t run(WeaveWorkspace* ws, const WeaveCall& c, const WeaveOptions& o, Weave
   ws->row_slot.reserve(rows * 4);
   ws->slot_row.reserve((i64)l.shape.slots * 4);
   ws->totals.reserve(sizeof(PlanTotals));
-  ws->histogram.reserve((i64)plan_scratch(1, l.shape.experts) * 4);
+  ws->plan_scratch.reserve(scratch_bytes(l.shape.experts));
   ws->activation.reserve(rows * c.intermediate * (c.dtype == WEAVE_FP32 ? 4 : 2));
   ws->rows.reserve((i64)l.shape.slots * c.hidden * (c.dtype == WEAVE_BF16 ? 2 : 4));
   if (o.parts_up > 1) ws->up_sums.reserve(o.parts_up * rows * l.w13_rows * 4);
@@ -540,7 +550,7 @@ int32_t run(WeaveWorkspace* ws, const WeaveCall& c, const WeaveOptions& o, Weave
   l.plan.row_slot = ws->row_slot.as<u32>();
   l.plan.slot_row = ws->slot_row.as<u32>();
   l.plan.totals = ws->totals.as<PlanTotals>();
-  l.histogram = ws->histogram.as<u32>();
+  l.plan_scratch = ws->plan_scratch.as<u32>();
   l.activation = ws->activation.as<void>();
   l.rows = ws->rows.as<void>();
   l.up_sums = ws->up_sums.as<float>();
@@ -652,14 +662,15 @@ double weave_bench_plan(const int32_t* ids, int64_t slots, int64_t experts, int3
     const PlanShape shape = {(u32)slots, (u32)experts, (u32)width_cap};
     std::vector<Group> groups(max_groups(shape.slots, shape.experts, shape.width_cap));
     std::vector<u32> expert_group((size_t)experts + 1), expert_row((size_t)experts), expert_tokens((size_t)experts);
-    std::vector<u32> row_slot(max_rows(shape.slots, shape.experts)), slot_row((size_t)slots), histogram((size_t)plan_scratch(1, shape.experts));
+    std::vector<u32> row_slot(max_rows(shape.slots, shape.experts)), slot_row((size_t)slots);
+    std::vector<u64> scratch((size_t)scratch_bytes(shape.experts) / 8 + 1);  // aligned to 8 bytes
     PlanTotals totals;
     const Plan<u32> plan = {groups.data(),   expert_group.data(), expert_row.data(), expert_tokens.data(),
                             row_slot.data(), slot_row.data(),     &totals};
     int64_t best = -1;
     for (int r = 0; r < repeats; ++r) {
       const int64_t start = now_ns();
-      build_plan(Serial(), shape, plan, histogram.data(), [&](u32 slot) {
+      build_plan(Serial(), shape, plan, reinterpret_cast<u32*>(scratch.data()), [&](u32 slot) {
         const int32_t id = ids[slot];
         return id < 0 || id >= experts ? NONE : (u32)id;
       });

@@ -24,13 +24,17 @@ __all__ = ["DEFAULT_SLAB_BYTES", "Workspace", "workspace_bytes"]
 DEFAULT_SLAB_BYTES: Final = 1 << 29
 """Bytes that one launch's buffers may take; calls with more tokens are cut into slabs of them."""
 
-_DEFAULT_SPIN_LIMIT: Final = 1 << 21  # at 50 us a sleep and more: minutes
+# At 50 us a sleep and more, a quarter of an hour: under a static policy a worker may have to wait
+# for all that another one was dealt.
+_DEFAULT_SPIN_LIMIT: Final = 1 << 24
 _MAX_WORKERS: Final = 1 << 20
 _MAX_PARTS: Final = 64
 
 # As engine.cpp has them; tests/test_host_engine.py holds the two equal.
 _BLOCK_TOKENS: Final = 16
 _CHUNK_ROWS: Final = 128
+_CONTROL_BYTES: Final = 512
+_PLAN_SCRATCH_BYTES: Final = 1024
 _LANES: Final = 16
 _MAX_SLOTS: Final = 1 << 30
 
@@ -165,8 +169,9 @@ class Workspace:
         slots, experts = tokens * shape.top_k, shape.experts
         groups = max_groups(slots, experts, self.width_cap)
         rows = max_rows(slots, experts)
-        state = [64, 3 * 8 * self.workers, 4 * groups, 4 * experts]
-        plan = [16 * groups, 4 * experts + 4, *[4 * experts] * 3, 4 * rows, 4 * slots, 8]
+        state = [_CONTROL_BYTES, 3 * 8 * self.workers, 4 * groups, 4 * experts]
+        plan = [16 * groups, 4 * experts + 4, *[4 * experts] * 2, 4 * rows, 4 * slots, 8]
+        plan.append(4 * experts + _PLAN_SCRATCH_BYTES)
         row_bytes = 2 if shape.dtype == "bfloat16" else 4
         data = [rows * shape.intermediate * shape.element_size, slots * shape.hidden * row_bytes]
         if self.parts_up > 1:
