@@ -1,53 +1,28 @@
 // The scheduler core behind plain functions: what tests/test_plan.py compares with weave_moe.schedule.
 //   g++ -std=c++17 -O2 -shared -fPIC -pthread -I <device headers> -I <host> probe.cpp
-#include <pthread.h>
-
-#include <thread>
 #include <vector>
 
 #include "arithmetic.h"
 #include "scheduler.h"
+#include "thread_team.h"
 
 using namespace weave;
 
 namespace {
 
-// A team of `warps` CPU threads, each a warp of one lane: real threads and a real barrier, so that the cooperative parts
-// of build_plan (one histogram a warp, their prefix sums) run on a CPU too.
-struct ThreadTeam : Serial {
-  u32 warp_, warps_;
-  pthread_barrier_t* barrier;
-  u32 warp() const { return warp_; }
-  u32 warps() const { return warps_; }
-  u32 rank() const { return warp_; }
-  u32 size() const { return warps_; }
-  void sync() const { pthread_barrier_wait(barrier); }
-};
-
 template <class Index>
 void plan_with(u32 warps, const PlanShape& shape, const Plan<Index>& plan, const int* expert_of_slot, u32* asked) {
-  std::vector<u32> scratch(plan_scratch(warps, shape.experts));
-  const auto expert_of = [&](u32 slot) {
+  build_plan_with(warps, shape, plan, [=](u32 slot) {
     __atomic_fetch_add(&asked[slot], 1u, __ATOMIC_RELAXED);
     return (u32)expert_of_slot[slot];  // -1 becomes NONE
-  };
-  if (warps == 1) {
-    build_plan(Serial(), shape, plan, scratch.data(), expert_of);
-    return;
-  }
-  pthread_barrier_t barrier;
-  pthread_barrier_init(&barrier, nullptr, warps);
-  std::vector<std::thread> threads;
-  for (u32 w = 0; w < warps; ++w)
-    threads.emplace_back([&, w] {
-      ThreadTeam team;
-      team.warp_ = w;
-      team.warps_ = warps;
-      team.barrier = &barrier;
-      build_plan(team, shape, plan, scratch.data(), expert_of);
-    });
-  for (std::thread& t : threads) t.join();
-  pthread_barrier_destroy(&barrier);
+  });
+}
+
+// Whether a claim made now would get a task; nothing is changed.
+bool finds_something(Claimer c, u64 tick, std::vector<u64> queue) {
+  c.stage.tick = &tick;
+  c.stage.queue = queue.data();
+  return c.next(Serial(), c.issue()) != NONE;
 }
 
 }  // namespace
@@ -119,8 +94,9 @@ u32 probe_ticket(u32 policy, u32 share, u32 tasks, u32 workers, u32 experts, con
 }
 
 // One thread plays all workers: at each step the next number of `order` picks a worker, which issues a claim or
-// resolves the one it has. `ran` [tasks] counts. Returns 0, or 1 + the worker whose queue is not empty at the end, or
-// ~0 where the count of non-empty queues is wrong at the end.
+// resolves the one it has. `ran` [tasks] counts. Returns 0, or 1 + the worker whose queue is not empty at the end, ~0
+// where the count of non-empty queues is wrong then, ~1 for a task that does not exist, ~2 where a claim that was said to
+// be in vain was not.
 u32 probe_interleave(const Knobs* knobs, u32 tasks, u32 workers, u32 experts, const u32* expert_group, u32 tasks_per_group,
                      const u32* order, u32 orders, u32* ran, u32* steals) {
   u64 tick = 0;
@@ -134,6 +110,7 @@ u32 probe_interleave(const Knobs* knobs, u32 tasks, u32 workers, u32 experts, co
   for (u32 i = 0; here; ++i) {
     const u32 w = (i < orders ? order[i] : i) % workers;
     if (state[w] == 0) {
+      if (claimers[w].dry(tick) && finds_something(claimers[w], tick, queue)) return ~2u;
       raw[w] = claimers[w].issue();
       state[w] = 1;
     } else if (state[w] == 1) {

@@ -244,7 +244,7 @@ def _ready(call: ExpertsCall, plan: KernelPlan, tokens: int, capturing: bool) ->
         intermediate=s.intermediate,
     )
     index = call.device.index or 0
-    shared = _device(index).shared_bytes if plan.local_plan else config.ring_bytes
+    shared = _device(index).shared_bytes
     key = (config, shared, index)
     if capturing and key not in _prepared:
         raise RuntimeError(
@@ -334,17 +334,20 @@ def _launch(
             ("expert_tokens", s.experts),
             ("row_slot", needs.h_rows),
             ("slot_row", tokens * s.top_k),
-            ("totals", 2),
+            ("totals", 4),
         ):
             setattr(p.plan, name, at)
             at += 4 * words
-        p.plan_scratch = at
+        p.plan_scratch = (at + 7) & ~7
     base = buffers.counters.data_ptr()
     shared = p.shared
     shared.control = base
     shared.queue = base + 64
     shared.up_done = base + 64 + 24 * workers
     shared.down_done = shared.up_done + 4 * needs.groups
+    shared.up_parts = shared.down_done + 4 * s.experts
+    shared.down_parts = shared.up_parts + 4 * needs.groups * -(-s.intermediate // plan.chunk_up)
+    p.sums = _pointer(buffers.sums) if needs.sums else None
     shared.workers, shared.max_groups, shared.experts = workers, needs.groups, s.experts
     shared.spin_limit = getattr(call.workspace, "_spin_limit", _SPIN_LIMIT)
     knobs = p.knobs
@@ -357,11 +360,14 @@ def _launch(
     p.host_error = pool.error.data_ptr()
     p.weight_hint = _EVICT_FIRST if tokens < _HINT_NORMAL_TOKENS else _EVICT_NORMAL
     p.ring_limit_ns = _RING_LIMIT_NS
+    p.ring_bytes = plan.ring_bytes
     p.x_pitch = s.hidden
     p.tokens, p.top_k, p.experts = tokens, s.top_k, s.experts
     p.hidden, p.intermediate = s.hidden, s.intermediate
     p.chunks_up = -(-s.intermediate // plan.chunk_up)
     p.chunks_down = -(-s.hidden // plan.chunk_down)
+    p.parts_up, p.parts_down = plan.parts_up, plan.parts_down
+    p.hold_down = int(plan.hold_down)
     p.combine_tokens, p.slice = plan.combine_tokens, plan.slice
     p.combine_slices = -(-s.hidden // plan.slice)
     p.ids_wide = int(call.topk_ids.dtype == torch.int64)
@@ -413,7 +419,7 @@ def warmup(shape: LayerShape, tokens: int, *, device: int | None = None, **optio
                 hidden=shape.hidden,
                 intermediate=shape.intermediate,
             )
-            shared = _device(index).shared_bytes if plan.local_plan else config.ring_bytes
+            shared = _device(index).shared_bytes
             if (config, shared) in seen:
                 continue
             seen.add((config, shared))

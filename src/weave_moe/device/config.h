@@ -8,7 +8,7 @@ namespace weave {
 
 constexpr int TILE_M = WEAVE_TILE_M;            // weight rows of a tile: 64 or 128
 constexpr int TILE_K = WEAVE_TILE_K;            // columns of a ring stage: 64 or 128
-constexpr int RING = WEAVE_STAGES;              // stages of the ring
+constexpr int MAX_RING = 16;                    // most stages of the ring
 constexpr int WIDTH_CAP = WEAVE_WIDTH_CAP;      // most tokens of a group
 constexpr bool BF16 = WEAVE_BF16;               // else fp16
 constexpr bool ROWS_FP32 = !BF16;               // down rows before weighting: fp16 could overflow there
@@ -17,6 +17,7 @@ constexpr bool GATHERED_FIRST = WEAVE_GATHERED_FIRST;  // x is copied into row o
 constexpr bool PACKED_UP = WEAVE_PACKED_UP;     // hidden % 64 == 0: a stage of w13 is one TMA box
 constexpr bool PACKED_DOWN = WEAVE_PACKED_DOWN; // intermediate % 64 == 0: the same for w2 and the activations
 constexpr bool BIAS = WEAVE_BIAS;
+constexpr bool SPLIT_K = WEAVE_SPLIT_K;         // a stage may have several K ranges a tile
 
 constexpr int K_BLOCKS = TILE_K / 64;           // 128-byte swizzle rows hold 64 columns
 constexpr int WARPGROUPS = TILE_M / 64;         // consumers: each takes 64 of a tile's rows
@@ -24,7 +25,7 @@ constexpr int CONSUMER_WARPS = WARPGROUPS * 4;
 constexpr int WARPS = CONSUMER_WARPS + 4;
 constexpr int THREADS = WARPS * 32;
 constexpr int WEIGHT_WARP = CONSUMER_WARPS, ACTIVATION_WARP = CONSUMER_WARPS + 1, PUBLISH_WARP = CONSUMER_WARPS + 2;
-constexpr int W_BYTES = TILE_M * TILE_K * 2, X_BYTES = WIDTH_CAP * TILE_K * 2;
+constexpr u32 W_BYTES = TILE_M * TILE_K * 2, COLUMN_BYTES = TILE_K * 2;  // of a stage; of a token in a stage
 constexpr int TASK_RING = 4;
 
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull;  // TMA cache hints
@@ -36,31 +37,30 @@ struct TaskSlot {
   u32 width;    // tokens rounded up: columns of the tile
   u32 expert, chunk, group;
   u32 row, tokens;  // COMBINE: first token, number of tokens; chunk is the slice of the hidden size
-  u32 steps;    // ring stages
+  u32 first_step, steps;  // ring stages
+  u32 part, tile;   // with K ranges: which, and of which tile of the stage
+  u32 unfinished;   // set by the consumers: another K range of the tile will finish it
 };
 
 using PlanIndex = u16;  // of a local plan
 
-struct Smem {
-  char w[RING][W_BYTES];
-  char x[RING][X_BYTES];
+// Shared memory: the ring (p.ring_bytes), then this, then a local plan. The ring's weights come first, then its
+// activations, whose stages are as wide as the widest group of the launch: narrower groups make a deeper ring.
+struct alignas(16) Smem {
   TaskSlot task[TASK_RING];
-  u64 full[RING], empty[RING];
+  u64 full[MAX_RING], empty[MAX_RING];
   u64 task_full[TASK_RING], task_empty[TASK_RING], task_done[TASK_RING];
   PlanTotals totals;
   u32 aborted;
   u32 gather;
-  // a local plan's arrays follow
 };
-
-static_assert(sizeof(Smem) <= WEAVE_SMEM_BYTES && sizeof(Smem) + 16 > WEAVE_SMEM_BYTES, "schedule/granularity.py: ring_bytes");
+static_assert(sizeof(Smem) == WEAVE_SMEM_BYTES, "schedule/granularity.py: CONTROL_BYTES");
 
 // A position in a ring and its phase. Waiting for "empty" starts in phase 1: the first round needs no wait.
-template <int SLOTS>
 struct Cursor {
   u32 slot = 0, phase = 0;
-  WEAVE_FN void advance() {
-    if (++slot == SLOTS) slot = 0, phase ^= 1;
+  WEAVE_FN void advance(u32 slots) {
+    if (++slot == slots) slot = 0, phase ^= 1;
   }
 };
 
@@ -81,6 +81,7 @@ struct Launch {
   u16* gathered;             // [max_rows, hidden]: x in row order, or null
   u16* h;                    // [max_rows, intermediate]
   void* rows;                // [max_rows, hidden] bf16 or fp32
+  float* sums;               // K ranges: [parts][TILE_M x WIDTH_CAP] of each tile, both stages; else null
   Plan<u32> plan;            // in global memory; unused with a local plan
   u32* plan_scratch;
   Shared shared;
@@ -89,10 +90,13 @@ struct Launch {
   u32* host_error;           // pinned word of the host that learns of an error
   u64 weight_hint;
   u64 ring_limit_ns;
+  u64 ring_bytes;            // a multiple of 1,024
   i64 x_pitch;
   i64 valid_offset;          // of this launch's first token, within the tokens that `valid` counts
   u32 tokens, top_k, experts, experts_global, hidden, intermediate;
-  u32 chunks_up, chunks_down, combine_tokens, combine_slices, slice;
+  u32 chunks_up, chunks_down, parts_up, parts_down;
+  u32 hold_down;  // down weights wait until all gate_up weights have been asked for
+  u32 combine_tokens, combine_slices, slice;
   u32 ids_wide, weights_kind, valid_wide;  // weights_kind: 0 fp32, 1 bf16, 2 fp16
   float alpha, limit, up_offset;
 };
@@ -112,13 +116,12 @@ struct ExpertOf {
     valid_slots = (u32)tokens * p.top_k;
   }
   WEAVE_FN u32 operator()(u32 slot) const {
-    if (slot >= valid_slots) return NONE;
-    i64 id = p.ids_wide ? __ldg((const i64*)p.ids + slot) : (i64)__ldg((const int*)p.ids + slot);
-    if (p.expert_map) {
-      if (id < 0 || id >= p.experts_global) return NONE;
-      id = __ldg(p.expert_map + id);
-    }
-    return id < 0 || id >= p.experts ? NONE : (u32)id;
+    const u32* id = (const u32*)p.ids + ((u64)slot << p.ids_wide);
+    const bool in = slot < valid_slots;
+    const u32 low = load_if(in, id, NONE), high = load_if(in && p.ids_wide, id + 1, 0);
+    const bool known = in && high == 0 && low < (p.expert_map ? p.experts_global : p.experts);
+    const u32 e = load_if(known && p.expert_map, (const u32*)p.expert_map + low, low);
+    return known && e < p.experts ? e : NONE;
   }
 };
 
@@ -131,7 +134,18 @@ WEAVE_FN u32 up_target(u32 tokens, u32 tiles) { return (GATHERED_FIRST ? tokens 
 struct Block {
   const Launch& p;
   const Maps& maps;
+  char* ring;
   Smem& s;
+  u32 stages = 0, x_bytes = 0;  // of the ring; known when the plan is
+
+  // Weights need no more than the widest group; a ring that no plan can make deeper than this keeps room for scratch.
+  WEAVE_FN void shape_ring(u32 width) {
+    x_bytes = (width < 8 ? 8 : width) * COLUMN_BYTES;
+    const u32 fit = p.ring_bytes / (W_BYTES + x_bytes);
+    stages = fit < MAX_RING ? fit : MAX_RING;
+  }
+  WEAVE_FN char* w(u32 slot) const { return ring + slot * W_BYTES; }
+  WEAVE_FN char* x(u32 slot) const { return ring + stages * W_BYTES + slot * x_bytes; }
 
   WEAVE_FN void abort(u32 error) const {
     fail(p.shared.control, error);

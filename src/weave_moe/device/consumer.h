@@ -25,7 +25,7 @@ WEAVE_FN float activate(const Launch& p, float gate, float up) {
 }
 
 template <int N>
-WEAVE_FN bool multiply(const Block& b, Cursor<RING>& ring, const TaskSlot& t, float (&d)[N / 2], int warpgroup, u32 lane) {
+WEAVE_FN bool multiply(const Block& b, Cursor& ring, const TaskSlot& t, float (&d)[N / 2], int warpgroup, u32 lane) {
   const bool packed = t.kind == GATE_UP ? PACKED_UP : PACKED_DOWN;
   const u32 row_block = packed ? 1024 * K_BLOCKS : 1024;
   const u32 k_block = packed ? 1024 : TILE_M * 128;
@@ -39,8 +39,8 @@ WEAVE_FN bool multiply(const Block& b, Cursor<RING>& ring, const TaskSlot& t, fl
     // Gathered activations are ordinary writes. The fence names shared memory: one that covers device memory too was
     // measured to cost 6 to 19 percent of the layer.
     if (!GATHERED_FIRST && t.kind == GATE_UP) fence_async_proxy_shared();
-    const u64 w = wgmma_descriptor(smem_address(b.s.w[ring.slot]) + rows, row_block);
-    const u64 x = wgmma_descriptor(smem_address(b.s.x[ring.slot]), 1024);
+    const u64 w = wgmma_descriptor(smem_address(b.w(ring.slot)) + rows, row_block);
+    const u64 x = wgmma_descriptor(smem_address(b.x(ring.slot)), 1024);
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < TILE_K / 16; ++kk)
@@ -50,7 +50,7 @@ WEAVE_FN bool multiply(const Block& b, Cursor<RING>& ring, const TaskSlot& t, fl
     wgmma_wait<1>();
     if (k && lane == 0) barrier_arrive(&b.s.empty[previous]);
     previous = ring.slot;
-    ring.advance();
+    ring.advance(b.stages);
   }
   wgmma_wait<0>();
   if (lane == 0) barrier_arrive(&b.s.empty[previous]);
@@ -117,13 +117,46 @@ WEAVE_FN void store_rows(const Block& b, const TaskSlot& t, const float (&d)[N /
   }
 }
 
+// K ranges: every part leaves its sums in memory; the last one to finish adds them all, in the order of the ranges, so that
+// the result does not depend on who is last. False: this was not the last. All consumers call.
 template <int N>
-WEAVE_FN bool run_tile(const Block& b, Cursor<RING>& ring, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
+WEAVE_FN bool join_parts(const Block& b, const TaskSlot& t, u32 slot, float (&d)[N / 2]) {
+  const Launch& p = b.p;
+  const u32 parts = t.kind == GATE_UP ? p.parts_up : p.parts_down;
+  if (parts == 1) return true;
+  // Tiles of gate_up first. A thread reads back only what threads of its own number wrote.
+  const u64 first_down = (u64)p.shared.max_groups * p.chunks_up * p.parts_up;
+  const u64 block = (t.kind == GATE_UP ? 0 : first_down) + (u64)t.tile * parts;
+  float* sums = p.sums + block * (TILE_M * WIDTH_CAP) + threadIdx.x;
+  constexpr u32 THREADS_HERE = CONSUMER_WARPS * 32;
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) sums[(u64)t.part * (TILE_M * WIDTH_CAP) + i * THREADS_HERE] = d[i];
+  __threadfence();
+  asm volatile("bar.sync 3, %0;" ::"n"(THREADS_HERE) : "memory");
+  if (threadIdx.x == 0) {
+    const bool last = finish_part(p.shared, t.kind, t.tile, parts);
+    b.s.task[slot].unfinished = !last;
+    __threadfence();
+  }
+  asm volatile("bar.sync 3, %0;" ::"n"(THREADS_HERE) : "memory");
+  if (*(volatile u32*)&b.s.task[slot].unfinished) return false;
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    float sum = 0;
+    for (u32 part = 0; part < parts; ++part) sum += __ldcg(&sums[(u64)part * (TILE_M * WIDTH_CAP) + i * THREADS_HERE]);
+    d[i] = sum;
+  }
+  return true;
+}
+
+template <int N>
+WEAVE_FN bool run_tile(const Block& b, Cursor& ring, const TaskSlot& t, u32 slot, int warpgroup, u32 warp, u32 lane) {
   float d[N / 2];
   // Undefined accumulators would be live across the task loop, those of all widths at once.
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) d[i] = 0.f;
   if (!multiply<N>(b, ring, t, d, warpgroup, lane)) return false;
+  if (SPLIT_K && !join_parts<N>(b, t, slot, d)) return true;  // another part will finish the tile
   if (t.kind == GATE_UP) {
     store_activations<N>(b, t, d, warpgroup, warp, lane);
     fence_async_proxy();  // h is read by TMA
@@ -134,10 +167,10 @@ WEAVE_FN bool run_tile(const Block& b, Cursor<RING>& ring, const TaskSlot& t, in
 }
 
 template <int N>
-WEAVE_FN bool run_width(const Block& b, Cursor<RING>& ring, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
-  if (t.width == N) return run_tile<N>(b, ring, t, warpgroup, warp, lane);
+WEAVE_FN bool run_width(const Block& b, Cursor& ring, const TaskSlot& t, u32 slot, int warpgroup, u32 warp, u32 lane) {
+  if (t.width == N) return run_tile<N>(b, ring, t, slot, warpgroup, warp, lane);
   if constexpr (N > 8)
-    return run_width<(N <= 64 ? N - 8 : N - 16)>(b, ring, t, warpgroup, warp, lane);
+    return run_width<(N <= 64 ? N - 8 : N - 16)>(b, ring, t, slot, warpgroup, warp, lane);
   else
     return false;
 }
@@ -214,8 +247,8 @@ WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& e
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int warpgroup = __shfl_sync(~0u, (int)(warp >> 2), 0);
   Smem& s = b.s;
-  Cursor<RING> ring;
-  Cursor<TASK_RING> ring_task;
+  Cursor ring;
+  Cursor ring_task;
   if (GATHERED_FIRST) gather_rows(b, plan);
   for (;;) {
     if (!b.wait(&s.task_full[ring_task.slot], ring_task.phase)) return;
@@ -224,78 +257,80 @@ WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& e
     if (lane == 0) barrier_arrive(&s.task_empty[ring_task.slot]);
     if (t.kind == END) return;
     const bool ok = t.kind == COMBINE ? combine(b, plan, expert_of, t, warp, lane)
-                                      : run_width<WIDTH_CAP>(b, ring, t, warpgroup, warp & 3, lane);
+                                      : run_width<WIDTH_CAP>(b, ring, t, ring_task.slot, warpgroup, warp & 3, lane);
     if (!ok) {
       if (lane == 0) b.abort(RING_TIMEOUT);
       return;
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&s.task_done[ring_task.slot]);
-    ring_task.advance();
+    ring_task.advance(TASK_RING);
   }
 }
 
-// Before anything else, where activations are read through a copy in row order: blocks of 8 rows by ticket, a warp a row.
+// Before anything else, where activations are read through a copy in row order: a few rows by ticket, a warp or two a row.
 // Rows are counted in the high half of their group's counter, finished tiles in the low one (up_target in config.h).
 template <class Index>
 WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan) {
   const Launch& p = b.p;
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const u32 blocks = plan.totals->rows / 8;
+  constexpr u32 ROWS = 4;  // of a ticket
+  constexpr u32 WARPS_PER_ROW = CONSUMER_WARPS / ROWS < 1 ? 1 : CONSUMER_WARPS / ROWS;
+  const u32 tickets = plan.totals->rows / ROWS;
   for (;;) {
     if (threadIdx.x == 0) b.s.gather = add_relaxed(&p.shared.control->gather, 1u);
     asm volatile("bar.sync 3, %0;" ::"n"(CONSUMER_WARPS * 32) : "memory");
-    const u32 block = b.s.gather;
+    const u32 ticket = b.s.gather;
     asm volatile("bar.sync 3, %0;" ::"n"(CONSUMER_WARPS * 32) : "memory");
-    if (block >= blocks) return;
-    u32 lo = 0, hi = plan.totals->groups;  // the group that owns these rows
+    if (ticket >= tickets) return;
+    const u32 row = ticket * ROWS + warp / WARPS_PER_ROW;
+    u32 lo = 0, hi = plan.totals->groups;  // the group that owns the row
     while (hi - lo > 1) {
       const u32 middle = (lo + hi) / 2;
-      if (plan.groups[middle].row <= block * 8)
+      if (plan.groups[middle].row <= row)
         lo = middle;
       else
         hi = middle;
     }
-    for (u32 r = warp; r < 8; r += CONSUMER_WARPS) {
-      const u32 row = block * 8 + r;
-      const u32 slot = plan.row_slot[row];
-      if (slot == (u32)(Index)NONE) continue;
-      const uint4* from = (const uint4*)((const u16*)p.x + (i64)(slot / p.top_k) * p.x_pitch);
-      uint4* to = (uint4*)(p.gathered + (u64)row * p.hidden);
-      const u32 pieces = p.hidden / 8;
-      for (u32 i = lane; i < pieces; i += 32 * 8) {
-        uint4 v[8];
+    const u32 slot = plan.row_slot[row];
+    if (slot == (u32)(Index)NONE) continue;  // padding
+    const uint4* from = (const uint4*)((const u16*)p.x + (i64)(slot / p.top_k) * p.x_pitch);
+    uint4* to = (uint4*)(p.gathered + (u64)row * p.hidden);
+    const u32 pieces = p.hidden / 8;
+    for (u32 i = (warp % WARPS_PER_ROW) * 32 + lane; i < pieces; i += WARPS_PER_ROW * 32 * 8) {
+      uint4 v[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (i + 32 * j < pieces) v[j] = __ldg(from + i + 32 * j);
+      for (int j = 0; j < 8; ++j)
+        if (i + WARPS_PER_ROW * 32 * j < pieces) v[j] = __ldg(from + i + WARPS_PER_ROW * 32 * j);
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (i + 32 * j < pieces) to[i + 32 * j] = v[j];
-      }
-      fence_async_proxy();  // read by TMA
-      __syncwarp();
-      if (lane == 0) add_release(&p.shared.up_done[lo], ROW_GATHERED);
+      for (int j = 0; j < 8; ++j)
+        if (i + WARPS_PER_ROW * 32 * j < pieces) to[i + WARPS_PER_ROW * 32 * j] = v[j];
     }
+    fence_async_proxy();  // read by TMA
+    __syncwarp();
+    if (lane == 0) add_release(&p.shared.up_done[lo], ROW_GATHERED / WARPS_PER_ROW);
   }
 }
 
 // One lane: tells other blocks of finished tiles, so that no consumer executes a device-wide fence.
 WEAVE_FN void publish_finished(const Block& b) {
   Smem& s = b.s;
-  Cursor<TASK_RING> ring_task;
+  Cursor ring_task;
   for (;;) {
     if (!b.wait(&s.task_full[ring_task.slot], ring_task.phase)) return;
     const u32 kind = s.task[ring_task.slot].kind, group = s.task[ring_task.slot].group, expert = s.task[ring_task.slot].expert;
     if (kind == END) return;
     if (!b.wait(&s.task_done[ring_task.slot], ring_task.phase)) return;
-    if (kind == GATE_UP) {
+    if (SPLIT_K && s.task[ring_task.slot].unfinished) {
+      // nothing to tell
+    } else if (kind == GATE_UP) {
       fence_async_proxy();  // the consumers' stores, seen here through task_done, are read by TMA elsewhere
       finish_gate_up(b.p.shared, group);
     } else if (kind == DOWN) {
       finish_down(b.p.shared, expert);
     }
     barrier_arrive(&s.task_empty[ring_task.slot]);
-    ring_task.advance();
+    ring_task.advance(TASK_RING);
   }
 }
 

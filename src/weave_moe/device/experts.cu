@@ -38,8 +38,8 @@ WEAVE_FN void give_up(const Launch& p) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     weave_experts(const __grid_constant__ Maps maps, const __grid_constant__ Launch p) {
   extern __shared__ __align__(1024) char memory[];
-  Smem& s = *(Smem*)memory;
-  const Block b = {p, maps, s};
+  Smem& s = *(Smem*)(memory + p.ring_bytes);
+  Block b = {p, maps, memory, s};
   const u32 warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const u64 start = p.stats ? nanoseconds() : 0;
 
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefetch_map(&maps.w2);
   }
   if (threadIdx.x == 0) {
-    for (int i = 0; i < RING; ++i) {
+    for (int i = 0; i < MAX_RING; ++i) {
       barrier_init(&s.full[i], 1 + (GATHERED_FIRST ? 1 : 32));  // the weight producer; the activation producer, or its lanes
       barrier_init(&s.empty[i], CONSUMER_WARPS);
     }
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   if (LOCAL_PLAN) {
     // Every block computes the same plan: cheaper than handing one over, and nothing to wait for.
-    char* at = memory + WEAVE_SMEM_BYTES;
+    char* at = (char*)(&s + 1);
     Plan<PlanIndex> plan;
     plan.groups = (Group*)at;
     at += max_groups(shape.slots, p.experts, WIDTH_CAP) * sizeof(Group);
@@ -85,20 +85,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     plan.slot_row = (PlanIndex*)at;
     plan.row_slot = plan.slot_row + shape.slots;
     plan.totals = &s.totals;
-    // Scratch lies where activations will: their first copy waits for place().
-    u32* scratch = (u32*)s.x;
-    plan.expert_row = scratch;
-    plan.expert_tokens = scratch + p.experts;
-    u32* histograms = scratch + 2 * p.experts;
-    // Few slots need few warps, and fewer histograms to add up. The weight producer is not among them.
-    const u32 fit = sizeof(s.x) / 4 / p.experts - 2, most = fit < CONSUMER_WARPS ? fit : CONSUMER_WARPS;
-    const BlockTeam team(0, shape.slots <= 32 * most ? div_up(shape.slots, 32) : most, 1);
+    // Scratch lies at the end of the ring, where no plan puts weights, and activations come only after place().
+    const u32 deepest = p.ring_bytes / (W_BYTES + 8 * COLUMN_BYTES) < MAX_RING ? p.ring_bytes / (W_BYTES + 8 * COLUMN_BYTES) : MAX_RING;
+    const u32 room = (p.ring_bytes - deepest * W_BYTES) / 4;
+    // As many warps as have room for a histogram; the weight producer is not among them.
+    const u32 fit = (room - 2 * MAX_WARPS) / p.experts - 2, warps = fit < CONSUMER_WARPS ? fit : CONSUMER_WARPS;
+    u32* scratch = (u32*)(memory + p.ring_bytes) - plan_scratch(warps, (p.experts + 1) & ~1u);
+    plan.expert_tokens = scratch - p.experts;
+    plan.expert_row = plan.expert_tokens - p.experts;
+    const BlockTeam team(0, warps, 1);
     __syncthreads();
     Lookup first;
-    if (warp < team.warps()) count_tokens(team, shape, plan, histograms, expert_of, first);
+    if (warp < warps) count_tokens(team, shape, plan, scratch, expert_of, first);
     __syncthreads();
+    b.shape_ring(s.totals.width);
     run_block(b, plan, expert_of, ticket, [&] {
-      if (warp < team.warps()) place_slots(team, shape, plan, histograms, expert_of, first);
+      if (warp < warps) place_slots(team, shape, plan, scratch, expert_of, first);
       asm volatile("bar.sync 2, %0;" ::"n"(THREADS - 32) : "memory");  // all but the weight producer
     });
   } else {
@@ -114,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       b.abort(PLAN_TIMEOUT);
     }
     __syncthreads();
+    b.shape_ring(p.plan.totals->width);
     run_block(b, p.plan, expert_of, ticket, [] {});
   }
   if (threadIdx.x == WEIGHT_WARP * 32 && arrival >= gridDim.x) b.abort(OVERLAP);

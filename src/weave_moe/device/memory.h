@@ -7,9 +7,11 @@
 #if defined(__CUDACC_RTC__) || defined(__CUDACC__)
 #define WEAVE_GPU 1
 #define WEAVE_FN __device__ __forceinline__
+#define WEAVE_UNROLL _Pragma("unroll")
 #else
 #define WEAVE_GPU 0
 #define WEAVE_FN inline
+#define WEAVE_UNROLL _Pragma("GCC unroll 8")
 extern "C" int sched_yield(void) noexcept;
 extern "C" int usleep(unsigned);
 #endif

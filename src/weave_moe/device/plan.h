@@ -28,6 +28,7 @@ struct PlanShape {
 
 struct PlanTotals {
   u32 groups, rows;
+  u32 width;  // of the widest group
 };
 
 // Index: u32, or u16 where every row and slot number is below 65,535 (a plan in shared memory).
@@ -82,8 +83,9 @@ WEAVE_FN u32 max_rows(u32 slots, u32 experts) {
   const u32 touched = experts < slots ? experts : slots;
   return slots + 15 * touched;
 }
-// Words of scratch that build_plan needs: one histogram a warp.
-WEAVE_FN u32 plan_scratch(u32 warps, u32 experts) { return warps * experts; }
+// Words of scratch that a plan needs: sums of warps, and a histogram for each warp that has slots. Aligned to 8 bytes.
+constexpr u32 MAX_WARPS = 16;
+WEAVE_FN u32 plan_scratch(u32 warps, u32 experts) { return 2 * MAX_WARPS + warps * experts; }
 
 // Rows (high half) and groups (low half) of an expert.
 WEAVE_FN u64 extent(u32 tokens, u32 width_cap) {
@@ -91,11 +93,11 @@ WEAVE_FN u64 extent(u32 tokens, u32 width_cap) {
 }
 
 // A plan is built in two steps, so that weights can be asked for before the slots are placed: `count_tokens` makes the
-// groups, and with them the tasks; `place_slots` then gives each slot its row. The same team runs both, one after the
-// other, with the same scratch (plan_scratch words). Both are followed by what separates the plan's writes from its
+// groups, and with them the tasks; `place_slots` then gives each slot its row. The same team runs both, with the same
+// scratch (plan_scratch words) and a barrier between. Both are followed by what separates the plan's writes from its
 // readers: a barrier of the block, or a release (scheduler.h).
 //
-// expert_of(slot): the local expert of a slot, or NONE where it is to be skipped. Called once for each slot by each step.
+// expert_of(slot): the local expert of a slot, or NONE where it is to be skipped. Called once or twice for each slot.
 constexpr u32 LOOK_AHEAD = 8;  // slots a lane looks up at once, so that their loads overlap
 // The experts of a lane's first slots, kept from one step to the next: all of them when there are few.
 struct Lookup {
@@ -104,16 +106,24 @@ struct Lookup {
 
 // Each warp takes one contiguous range of slots, so that positions follow the slots' order.
 template <class Team>
+WEAVE_FN u32 slots_each(const Team& team, u32 slots) {
+  return div_up(div_up(slots, team.warps()), team.lanes()) * team.lanes();
+}
+template <class Team>
 WEAVE_FN Range slots_of_warp(const Team& team, u32 slots) {
-  const u32 each = div_up(div_up(slots, team.warps()), team.lanes()) * team.lanes();
+  const u32 each = slots_each(team, slots), begin = team.warp() * each;
   Range r;
-  r.begin = team.warp() * each;
+  r.begin = begin < slots ? begin : slots;
   r.end = r.begin + each < slots ? r.begin + each : slots;
   return r;
 }
+template <class Team>
+WEAVE_FN u32 warps_with_slots(const Team& team, u32 slots) {
+  return slots ? div_up(slots, slots_each(team, slots)) : 0;
+}
 template <class Team, class ExpertOf>
 WEAVE_FN void look_up(const Team& team, const Range& r, u32 base, const ExpertOf& expert_of, Lookup& found) {
-#pragma GCC unroll 8
+  WEAVE_UNROLL
   for (u32 i = 0; i < LOOK_AHEAD; ++i) {
     const u32 slot = base + i * team.lanes() + team.lane();
     found.expert[i] = slot < r.end ? expert_of(slot) : NONE;
@@ -121,66 +131,67 @@ WEAVE_FN void look_up(const Team& team, const Range& r, u32 base, const ExpertOf
 }
 
 template <class Team, class Index, class ExpertOf>
-WEAVE_FN void count_tokens(const Team& team, const PlanShape& s, const Plan<Index>& p, u32* scratch, const ExpertOf& expert_of, Lookup& first) {
-  const u32 E = s.experts, warps = team.warps(), lanes = team.lanes();
-  u32* hist = scratch + team.warp() * E;
+WEAVE_FN void count_tokens(const Team& team, const PlanShape& s, const Plan<Index>& p, u32* scratch, const ExpertOf& expert_of,
+                           Lookup& first) {
+  const u32 E = s.experts, lanes = team.lanes();
+  const u32 histograms = warps_with_slots(team, s.slots);
+  u32* hist = scratch + 2 * MAX_WARPS + team.warp() * E;
   const Range r = slots_of_warp(team, s.slots);
   look_up(team, r, r.begin, expert_of, first);
-  for (u32 i = team.rank(); i < warps * E; i += team.size()) scratch[i] = 0;
+  if (team.rank() == 0) p.totals->width = 0;
+  for (u32 i = team.rank(); i < histograms * E; i += team.size()) scratch[2 * MAX_WARPS + i] = 0;
   team.sync();
   Lookup now = first;
   for (u32 base = r.begin; base < r.end; base += LOOK_AHEAD * lanes) {
     if (base != r.begin) look_up(team, r, base, expert_of, now);
-#pragma GCC unroll 8
-    for (u32 i = 0; i < LOOK_AHEAD; ++i)
+  WEAVE_UNROLL
+    for (u32 i = 0; i < LOOK_AHEAD; ++i) {
+      if (base + i * lanes >= r.end) break;  // the same for all lanes
       if (now.expert[i] != NONE) team.increment(&hist[now.expert[i]]);
+    }
   }
   team.sync();
-  // Histograms become each warp's first position within an expert.
-  for (u32 x = team.rank(); x < E; x += team.size()) {
+  // Each thread takes a range of experts, usually one. Rows in the high half, groups in the low half.
+  const u32 each = div_up(E, team.size());
+  const u32 from = team.rank() * each < E ? team.rank() * each : E, to = from + each < E ? from + each : E;
+  u64 mine = 0, total;
+  for (u32 x = from; x < to; ++x) {
     u32 tokens = 0;
-    for (u32 w = 0; w < warps; ++w) {
-      const u32 here = scratch[w * E + x];
-      scratch[w * E + x] = tokens;
-      tokens += here;
+    for (u32 w = 0; w < histograms; ++w) {  // a histogram becomes its warp's first position within an expert
+      u32* here = &scratch[2 * MAX_WARPS + w * E + x];
+      const u32 count = *here;
+      *here = tokens;
+      tokens += count;
     }
     p.expert_tokens[x] = tokens;
+    mine += extent(tokens, s.width_cap);
   }
-  team.sync();
-  if (team.warp() == 0) {
-    // Each lane sums a range of experts; one prefix sum over the warp. Rows in the high half, groups in the low half.
-    const u32 per_lane = div_up(E, lanes);
-    const u32 from = team.lane() * per_lane, to = from + per_lane < E ? from + per_lane : E;
-    u64 mine = 0, total;
-    for (u32 x = from; x < to; ++x) mine += extent(p.expert_tokens[x], s.width_cap);
-    u64 before = team.prefix_sum(mine, &total);
-    for (u32 x = from; x < to; ++x) {
-      p.expert_group[x] = (u32)before;
-      p.expert_row[x] = (u32)(before >> 32);
-      before += extent(p.expert_tokens[x], s.width_cap);
-    }
-    if (team.lane() == 0) {
-      p.expert_group[E] = (u32)total;
-      p.totals->groups = (u32)total;
-      p.totals->rows = (u32)(total >> 32);
-    }
-  }
-  team.sync();
-  for (u32 x = team.rank(); x < E; x += team.size()) {
+  u32 width = 0;
+  u64 before = team.team_prefix_sum(mine, &total, (u64*)scratch);
+  for (u32 x = from; x < to; ++x) {
     const u32 tokens = p.expert_tokens[x];
-    if (!tokens) continue;
+    const u32 first_group = (u32)before, row = (u32)(before >> 32);
+    p.expert_group[x] = first_group;
+    p.expert_row[x] = row;
     const Cut c = cut_tokens(tokens, s.width_cap);
-    const u32 row = p.expert_row[x], first = p.expert_group[x];
     for (u32 g = 0; g < c.groups; ++g) {
       const u32 lo = cut_at(c, g), hi = g + 1 < c.groups ? cut_at(c, g + 1) : tokens;
       Group out;
       out.row = row + lo;
-      out.first = first;
+      out.first = first_group;
       out.siblings = c.groups;
       out.expert = (u16)x;
       out.tokens = (u16)(hi - lo);
-      p.groups[first + g] = out;
+      p.groups[first_group + g] = out;
+      if (group_width(hi - lo) > width) width = group_width(hi - lo);
     }
+    before += extent(tokens, s.width_cap);
+  }
+  team.raise(&p.totals->width, width);
+  if (team.rank() == 0) {
+    p.expert_group[E] = (u32)total;
+    p.totals->groups = (u32)total;
+    p.totals->rows = (u32)(total >> 32);
   }
 }
 
@@ -188,7 +199,7 @@ template <class Team, class Index, class ExpertOf>
 WEAVE_FN void place_slots(const Team& team, const PlanShape& s, const Plan<Index>& p, u32* scratch, const ExpertOf& expert_of,
                           const Lookup& first) {
   const u32 E = s.experts, lanes = team.lanes();
-  u32* next = scratch + team.warp() * E;  // position of the warp's next slot of an expert
+  u32* next = scratch + 2 * MAX_WARPS + team.warp() * E;  // position of the warp's next slot of an expert
   const Range r = slots_of_warp(team, s.slots);
   for (u32 x = team.rank(); x < E; x += team.size()) {
     const u32 tokens = p.expert_tokens[x], padded = padded_tokens(tokens, s.width_cap);
@@ -197,11 +208,14 @@ WEAVE_FN void place_slots(const Team& team, const PlanShape& s, const Plan<Index
   Lookup now = first;
   for (u32 base = r.begin; base < r.end; base += LOOK_AHEAD * lanes) {
     if (base != r.begin) look_up(team, r, base, expert_of, now);
-#pragma GCC unroll 8
+    u32 matches[LOOK_AHEAD];  // all asked for at once: they take long and do not depend on each other
+  WEAVE_UNROLL
+    for (u32 i = 0; i < LOOK_AHEAD; ++i) matches[i] = base + i * lanes < r.end ? team.match(now.expert[i]) : 0;
+  WEAVE_UNROLL
     for (u32 i = 0; i < LOOK_AHEAD; ++i) {
       if (base + i * lanes >= r.end) break;  // the same for all lanes
       const u32 slot = base + i * lanes + team.lane(), e = now.expert[i];
-      const u32 same = team.match(e);
+      const u32 same = matches[i];
       const u32 below = same & team.lanes_below();
       const u32 row = e == NONE ? NONE : p.expert_row[e] + next[e] + count_bits(below);
       team.sync_warp();
@@ -217,6 +231,7 @@ template <class Team, class Index, class ExpertOf>
 WEAVE_FN void build_plan(const Team& team, const PlanShape& s, const Plan<Index>& p, u32* scratch, const ExpertOf& expert_of) {
   Lookup first;
   count_tokens(team, s, p, scratch, expert_of, first);
+  team.sync();
   place_slots(team, s, p, scratch, expert_of, first);
 }
 

@@ -9,15 +9,18 @@ template <class Index>
 WEAVE_FN TaskSlot describe(const Launch& p, const Plan<Index>& plan, u32 stage, u32 index) {
   TaskSlot t;
   t.kind = stage;
+  t.unfinished = 0;
   if (stage == COMBINE) {
     const u32 block = index / p.combine_slices;
     t.chunk = index - block * p.combine_slices;
     t.row = block * p.combine_tokens;
     t.tokens = p.tokens - t.row < p.combine_tokens ? p.tokens - t.row : p.combine_tokens;
-    t.width = t.expert = t.group = t.steps = 0;
+    t.width = t.expert = t.group = t.first_step = t.steps = t.part = t.tile = 0;
     return t;
   }
-  const Tile tile = tile_at(plan.groups, stage == GATE_UP ? p.chunks_up : p.chunks_down, 1, index);
+  const u32 chunks = stage == GATE_UP ? p.chunks_up : p.chunks_down;
+  const u32 parts = SPLIT_K ? stage == GATE_UP ? p.parts_up : p.parts_down : 1;
+  const Tile tile = tile_at(plan.groups, chunks, parts, index);
   const Group g = plan.groups[tile.group];
   t.group = tile.group;
   t.chunk = tile.chunk;
@@ -25,12 +28,17 @@ WEAVE_FN TaskSlot describe(const Launch& p, const Plan<Index>& plan, u32 stage, 
   t.row = g.row;
   t.tokens = g.tokens;
   t.width = group_width(g.tokens);
-  t.steps = div_up(stage == GATE_UP ? p.hidden : p.intermediate, TILE_K);
+  const u32 steps = div_up(stage == GATE_UP ? p.hidden : p.intermediate, TILE_K);
+  t.part = tile.part;
+  t.tile = index / parts;
+  t.first_step = SPLIT_K ? steps * tile.part / parts : 0;
+  t.steps = (SPLIT_K ? steps * (tile.part + 1) / parts : steps) - t.first_step;
   return t;
 }
 
 WEAVE_FN void load_weights(const Block& b, const TaskSlot& t, u32 slot, u32 step) {
-  char* dst = b.s.w[slot];
+  step += t.first_step;
+  char* dst = b.w(slot);
   u64* bar = &b.s.full[slot];
   const u64 hint = b.p.weight_hint;
   if (t.kind == GATE_UP) {
@@ -59,11 +67,11 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
   const WarpLanes lanes;
   const Launch& p = b.p;
   const u64 planned = p.stats ? nanoseconds() : 0;
-  Cursor<RING> ring;
-  Cursor<TASK_RING> ring_task;
+  Cursor ring;
+  Cursor ring_task;
   ring.phase = ring_task.phase = 1;
   ClaimCounts total = {0, 0, 0, 0, 0};
-  bool ok = true, over = false;
+  bool ok = true, over = false, held = false;
   u64 raw = ticket;
   for (u32 stage = 0; stage < STAGES && ok; ++stage) {
     Stage st;
@@ -72,7 +80,7 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
     st.workers = p.shared.workers;
     st.experts = p.experts;
     st.expert_group = plan.expert_group;
-    st.tasks_per_group = stage == GATE_UP ? p.chunks_up : p.chunks_down;
+    st.tasks_per_group = stage == GATE_UP ? p.chunks_up * p.parts_up : p.chunks_down * p.parts_down;
     st.tasks = stage == COMBINE ? div_up(p.tokens, p.combine_tokens) * p.combine_slices : plan.totals->groups * st.tasks_per_group;
     Knobs knobs = p.knobs;
     if (stage == COMBINE && knobs.policy == STATIC_EXPERT) knobs.policy = STATIC_STRIDED;  // no expert to map by
@@ -89,6 +97,12 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
           b.s.task[ring_task.slot] = t;
           barrier_arrive(&b.s.task_full[ring_task.slot]);
         }
+        // Few tasks: an SM without a second gate_up task would take bandwidth from those that have one, and everybody
+        // waits for them. They are all claimed, by workers that are running.
+        if (p.hold_down && stage == DOWN && !held && ok) {
+          ok = wait_for(p.shared, &p.shared.control->asked, plan.totals->groups * p.chunks_up * p.parts_up, TASK_TIMEOUT);
+          held = true;
+        }
         // The next claim is in flight during the last loads of this task.
         const u32 claim_at = t.steps > 3 ? t.steps - 3 : 0;
         for (u32 k = 0; k < t.steps && ok; ++k) {
@@ -97,8 +111,9 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
           if (!ok) break;
           barrier_arrive_expect(&b.s.full[ring.slot], W_BYTES);
           load_weights(b, t, ring.slot, k);
-          ring.advance();
+          ring.advance(b.stages);
         }
+        if (p.hold_down && stage == GATE_UP) add_release(&p.shared.control->asked, 1u);
         // A combine task has no loads to pace its claims, and it may wait: never claim past one.
         if (stage == COMBINE && ok) {
           const u64 tick = load_relaxed(st.tick);
@@ -108,7 +123,7 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
         }
       }
       ok = lanes.first(ok);
-      ring_task.advance();
+      ring_task.advance(TASK_RING);
       if (!ok || lanes.first(over)) break;
     }
     total.tasks += claimer.counts.tasks;
@@ -147,7 +162,7 @@ struct Gather {
   }
   WEAVE_FN void copy(const Launch& p, char* stage, u64* full, const TaskSlot& t, u32 step, u32 lane) {
     const u32 column16 = lane % LANES_PER_ROW;
-    const u32 column = step * TILE_K + column16 * 8;
+    const u32 column = (t.first_step + step) * TILE_K + column16 * 8;
     const u32 bytes = column < p.hidden ? 16 : 0;
     const u16* x = (const u16*)p.x + (bytes ? column : 0);
     const u32 block = smem_address(stage) + (column16 / 8) * t.width * 128;
@@ -163,7 +178,7 @@ struct Gather {
 };
 
 // One lane: a task's activations from rows in order, those of h or of the gathered x.
-WEAVE_FN bool load_rows(const Block& b, const TaskSlot& t, Cursor<RING>& ring) {
+WEAVE_FN bool load_rows(const Block& b, const TaskSlot& t, Cursor& ring) {
   const bool up = t.kind == GATE_UP;
   // Gathered rows, by consumers that have started; finished gate_up tiles of the group, by workers that hold them.
   if (!wait_for(b.p.shared, &b.p.shared.up_done[t.group], up_target(t.tokens, up ? 0 : b.p.chunks_up), TASK_TIMEOUT)) {
@@ -178,14 +193,14 @@ WEAVE_FN bool load_rows(const Block& b, const TaskSlot& t, Cursor<RING>& ring) {
     u64* bar = &b.s.full[ring.slot];
     barrier_arrive_expect(bar, t.width * TILE_K * 2);
     if (!GATHERED_FIRST) barrier_arrive(bar, 31);  // for the other lanes, which arrive after a gather
-    char* dst = b.s.x[ring.slot];
+    char* dst = b.x(ring.slot);
     if (packed) {
-      tma_load(dst, map, bar, EVICT_LAST, 0, t.row, k * K_BLOCKS);
+      tma_load(dst, map, bar, EVICT_LAST, 0, t.row, (t.first_step + k) * K_BLOCKS);
     } else {
       for (int kb = 0; kb < K_BLOCKS; ++kb)
-        tma_load(dst + kb * t.width * 128, map, bar, EVICT_LAST, (k * K_BLOCKS + kb) * 64, t.row);
+        tma_load(dst + kb * t.width * 128, map, bar, EVICT_LAST, ((t.first_step + k) * K_BLOCKS + kb) * 64, t.row);
     }
-    ring.advance();
+    ring.advance(b.stages);
   }
   return true;
 }
@@ -196,8 +211,8 @@ WEAVE_FN void produce_activations(const Block& b, const Plan<Index>& plan) {
   const u32 lane = threadIdx.x & 31;
   const Launch& p = b.p;
   Smem& s = b.s;
-  Cursor<RING> ring;
-  Cursor<TASK_RING> ring_task;
+  Cursor ring;
+  Cursor ring_task;
   ring.phase = 1;
   Gather<Index> gather;
   for (;;) {
@@ -205,7 +220,7 @@ WEAVE_FN void produce_activations(const Block& b, const Plan<Index>& plan) {
     const TaskSlot t = s.task[ring_task.slot];
     __syncwarp();
     if (lane == 0) barrier_arrive(&s.task_empty[ring_task.slot]);
-    ring_task.advance();
+    ring_task.advance(TASK_RING);
     if (t.kind == END) return;
     if (t.kind == COMBINE) continue;
     if (t.kind == GATE_UP && !GATHERED_FIRST) {
@@ -213,8 +228,8 @@ WEAVE_FN void produce_activations(const Block& b, const Plan<Index>& plan) {
       for (u32 k = 0; k < t.steps; ++k) {
         if (!b.wait(&s.empty[ring.slot], ring.phase)) return;
         __syncwarp();
-        gather.copy(p, s.x[ring.slot], &s.full[ring.slot], t, k, lane);
-        ring.advance();
+        gather.copy(p, b.x(ring.slot), &s.full[ring.slot], t, k, lane);
+        ring.advance(b.stages);
       }
     } else {
       bool ok = true;

@@ -76,6 +76,15 @@ WEAVE_FN void copy_async_arrive(u64* bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
 }
 
+// *p where `wanted`, else `otherwise`: a predicated load, so that several of them are in flight at once.
+WEAVE_FN u32 load_if(bool wanted, const u32* p, u32 otherwise) {
+  u32 v;
+  asm("{ .reg .pred q; setp.ne.u32 q, %2, 0; mov.u32 %0, %3; @q ld.global.nc.u32 %0, [%1]; }"
+      : "=r"(v)
+      : "l"(p), "r"((u32)wanted), "r"(otherwise));
+  return v;
+}
+
 // Programmatic dependent launch. The first lets the next kernel's blocks be placed as soon as all of ours have started
 // and shared memory is free; the second waits until the kernel before has finished and its writes are visible.
 WEAVE_FN void launch_dependents_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

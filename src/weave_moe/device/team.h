@@ -18,12 +18,15 @@ struct Serial {
   WEAVE_FN void sync() const {}
   WEAVE_FN void sync_warp() const {}
   WEAVE_FN void increment(u32* counter) const { ++*counter; }        // one that other lanes of the warp may increment too
+  WEAVE_FN void raise(u32* to, u32 v) const { if (v > *to) *to = v; } // to the largest v of the team
   WEAVE_FN u32 match(u32) const { return 1; }                        // lanes of the warp holding the same value
   WEAVE_FN u32 lanes_below() const { return 0; }                     // mask of the lanes before this one
   WEAVE_FN u64 prefix_sum(u64 v, u64* total) const {                 // exclusive, over the warp
     *total = v;
     return 0;
   }
+  // The same over the whole team; `scratch` holds warps() words. All of the team call.
+  WEAVE_FN u64 team_prefix_sum(u64 v, u64* total, u64*) const { return prefix_sum(v, total); }
   WEAVE_FN u64 max(u64 v) const { return v; }                        // over the warp
   WEAVE_FN u64 from(bool mine, u64 v) const { return mine ? v : 0; } // the value of a lane for which `mine` holds
   WEAVE_FN u32 first(u32 v) const { return v; }                      // lane 0's value
@@ -38,6 +41,10 @@ struct WarpLanes {
   WEAVE_FN u32 lanes() const { return 32; }
   WEAVE_FN void sync_warp() const { __syncwarp(); }
   WEAVE_FN void increment(u32* counter) const { atomicAdd(counter, 1u); }
+  WEAVE_FN void raise(u32* to, u32 v) const {
+    v = __reduce_max_sync(~0u, v);
+    if (lane_ == 0) atomicMax(to, v);
+  }
   WEAVE_FN u32 match(u32 v) const { return __match_any_sync(~0u, v); }
   WEAVE_FN u32 lanes_below() const { return (1u << lane_) - 1; }
   WEAVE_FN u64 prefix_sum(u64 v, u64* total) const {
@@ -72,6 +79,19 @@ struct BlockTeam : WarpLanes {
   WEAVE_FN u32 warps() const { return warps_; }
   WEAVE_FN u32 rank() const { return threadIdx.x - first_warp * 32; }
   WEAVE_FN u32 size() const { return warps_ * 32; }
+  WEAVE_FN u64 team_prefix_sum(u64 v, u64* total, u64* scratch) const {
+    u64 of_warp;
+    u64 before = prefix_sum(v, &of_warp);
+    if (lane_ == 0) scratch[warp()] = of_warp;
+    sync();
+    u64 sum = 0;
+    for (u32 w = 0; w < warps_; ++w) {
+      if (w == warp()) before += sum;
+      sum += scratch[w];
+    }
+    *total = sum;
+    return before;
+  }
   WEAVE_FN void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(warps_ * 32) : "memory"); }
 };
 #endif

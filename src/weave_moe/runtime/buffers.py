@@ -38,6 +38,8 @@ class Needs:
     row_bytes: int
     gathered_bytes: int
     plan: int
+    sums: int
+    part_counts: int
 
 
 def control_bytes(workers: int, groups: int, experts: int) -> int:
@@ -65,16 +67,25 @@ def needs_of(
     row_bytes = rows * hidden * (2 if dtype == "bfloat16" else 4)
     plan_bytes = 0
     if not plan.local_plan:
-        words = 4 * groups + (experts + 1) + 2 * experts + rows + slots + 2 + _WARPS * experts
+        words = 4 * groups + (experts + 1) + 2 * experts + rows + slots + 4 + 2 + 2 * 16 + _WARPS * experts
         plan_bytes = 4 * words
+    sums = parts = 0
+    if plan.parts_up > 1 or plan.parts_down > 1:
+        tiles_up = groups * -(-intermediate // plan.chunk_up)
+        tiles_down = groups * -(-hidden // plan.chunk_down)
+        blocks = tiles_up * plan.parts_up + tiles_down * plan.parts_down
+        sums = 4 * blocks * plan.tile_m * plan.width_cap
+        parts = tiles_up + tiles_down
     return Needs(
-        control_bytes(workers, groups, experts),
+        control_bytes(workers, groups, experts) + 4 * parts,
         groups,
         rows,
         rows * intermediate * 2,
         row_bytes,
         rows * hidden * 2 if plan.gathered_first else 0,
         plan_bytes,
+        sums,
+        parts,
     )
 
 
@@ -84,7 +95,7 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.counters: Tensor = torch.empty(0, dtype=torch.uint8, device=device)
-        self.h = self.rows = self.gathered = self.plan = self.counters
+        self.h = self.rows = self.gathered = self.plan = self.sums = self.counters
         self._maps: dict[tuple[int, ...], list[bytes]] = {}
 
     def fit(self, needs: Needs) -> None:
@@ -102,6 +113,8 @@ class Buffers:
             self._maps.clear()
         if self.rows.numel() < needs.row_bytes:
             self.rows = torch.empty(needs.row_bytes, dtype=torch.uint8, device=self.device)
+        if self.sums.numel() < needs.sums:
+            self.sums = torch.empty(needs.sums, dtype=torch.uint8, device=self.device)
         if self.plan.numel() < needs.plan:
             self.plan = torch.empty(needs.plan, dtype=torch.uint8, device=self.device)
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from ..schedule.granularity import KernelPlan, ring_bytes
+from ..schedule.granularity import CONTROL_BYTES, KernelPlan
 from . import nvrtc
 from .cache import cached_file
 from .driver import TENSOR_MAP_BYTES, Kernel
@@ -93,6 +93,7 @@ class Launch(ctypes.Structure):
                 "rows",
             )
         ],
+        ("sums", ctypes.c_void_p),
         ("plan", _PlanPointers),
         ("plan_scratch", ctypes.c_void_p),
         ("shared", _Shared),
@@ -101,6 +102,7 @@ class Launch(ctypes.Structure):
         ("host_error", ctypes.c_void_p),
         ("weight_hint", ctypes.c_uint64),
         ("ring_limit_ns", ctypes.c_uint64),
+        ("ring_bytes", ctypes.c_uint64),
         ("x_pitch", ctypes.c_int64),
         ("valid_offset", ctypes.c_int64),
         *[
@@ -114,6 +116,9 @@ class Launch(ctypes.Structure):
                 "intermediate",
                 "chunks_up",
                 "chunks_down",
+                "parts_up",
+                "parts_down",
+                "hold_down",
                 "combine_tokens",
                 "combine_slices",
                 "slice",
@@ -150,10 +155,10 @@ class KernelConfig:
 
     tile_m: int
     tile_k: int
-    stages: int
     width_cap: int
     local_plan: bool
     gathered_first: bool
+    split_k: bool
     dtype: str
     activation: str
     clamp: bool
@@ -177,10 +182,10 @@ class KernelConfig:
         return cls(
             plan.tile_m,
             plan.tile_k,
-            plan.stages,
             plan.width_cap,
             plan.local_plan,
             plan.gathered_first,
+            plan.parts_up > 1 or plan.parts_down > 1,
             dtype,
             activation,
             clamp,
@@ -189,27 +194,22 @@ class KernelConfig:
             intermediate % 64 == 0,
         )
 
-    @property
-    def ring_bytes(self) -> int:
-        """Shared memory without a local plan."""
-        return ring_bytes(self.tile_m, self.tile_k, self.stages, self.width_cap)
-
     def options(self) -> list[str]:
         """NVRTC's command line."""
         values = {
             "TILE_M": self.tile_m,
             "TILE_K": self.tile_k,
-            "STAGES": self.stages,
             "WIDTH_CAP": self.width_cap,
             "LOCAL_PLAN": int(self.local_plan),
             "GATHERED_FIRST": int(self.gathered_first),
+            "SPLIT_K": int(self.split_k),
             "BF16": int(self.dtype == "bfloat16"),
             "ACTIVATION": _ACTIVATIONS[self.activation],
             "CLAMP": int(self.clamp),
             "BIAS": int(self.bias),
             "PACKED_UP": int(self.packed_up),
             "PACKED_DOWN": int(self.packed_down),
-            "SMEM_BYTES": self.ring_bytes,
+            "SMEM_BYTES": CONTROL_BYTES,
             "LAUNCH_BYTES": ctypes.sizeof(Launch),
         }
         return [f"-DWEAVE_{name}={value}" for name, value in values.items()]
