@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def ceilings() -> tuple[float, float]:
     for block, steps in ((8192, 4), (8192, 16), (16384, 8)):
         grid = (x.numel() // (block * steps),)
         ms = triton.testing.do_bench(
-            lambda g=grid, b=block, s=steps: _read[g](x, sink, block=b, steps=s, num_warps=8),
+            partial(_read[grid], x, sink, block=block, steps=steps, num_warps=8),
             return_mode="median",
         )
         read = max(read, x.numel() * 2 / ms / 1e9)
@@ -173,15 +174,124 @@ def load_rivals(path: str | None) -> dict[str, Callable[..., Any]]:
     rivals: dict[str, Callable[..., Any]] = {"torch": torch_grouped}
     if path:
         spec = importlib.util.spec_from_file_location("rivals", path)
-        assert spec and spec.loader
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         rivals.update(module.RIVALS)
     return rivals
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+class Cell:
+    """One model, token count and skew: inputs, routings, the truth and the floor."""
+
+    def __init__(self, model: str, tokens: int, skew: float, layers, read: float, matrix: float):
+        hidden, inter, experts, k = MODELS[model]
+        g = torch.Generator(device="cuda")
+        g.manual_seed(tokens * 7 + int(skew * 10))
+        self.name = f"{model} T={tokens} skew={skew}"
+        self.calls = 8 if tokens <= 1024 else 4
+        self.routes = [route(tokens, experts, k, skew, g) for _ in range(self.calls)]
+        self.inputs = [
+            torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, generator=g)
+            for _ in range(self.calls)
+        ]
+        self.truth = reference(self.inputs[0], *self.routes[0][1:], *layers[0])
+        active = sum(len(r[1].unique()) for r in self.routes) / self.calls
+        load = sum(int(torch.bincount(r[1].flatten()).max()) for r in self.routes) / self.calls
+        weights = active * 3 * hidden * inter * 2 + 2 * tokens * hidden * 2
+        flops = 6 * tokens * k * hidden * inter
+        self.floor = max(weights / read / 1e6, flops / matrix / 1e6)
+        self.row = {"model": model, "T": tokens, "skew": skew, "active": active, "maxload": load}
+        self.row["floor_us"] = round(self.floor, 2)
+
+    def call(self, functions, i: int):
+        logits, ids, weights = self.routes[i]
+        return functions[i % len(functions)](self.inputs[i], ids, weights, logits)
+
+    def check(self, functions, row) -> bool:
+        """Fills in the error of the first call; whether it is right, or has another activation."""
+        error = float((self.call(functions, 0).float() - self.truth).norm() / self.truth.norm())
+        row["rel_err"] = round(error, 5)
+        row["note"] = getattr(functions[0], "note", "")
+        row["version"] = getattr(functions[0], "version", "")
+        if error < MAX_ERROR or getattr(functions[0], "own_activation", False):
+            return True
+        row["error"] = "wrong result"
+        return False
+
+    def graph(self, functions) -> torch.cuda.CUDAGraph:
+        return capture([partial(self.call, functions, i) for i in range(self.calls)])
+
+    def times(self, graphs, rounds: int) -> dict[str, list[float]]:
+        """Microseconds a call in each round, the order reversed every other round."""
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        for r in range(rounds + 2):
+            for name in graphs if r % 2 else reversed(graphs):
+                us = replay_us(graphs[name]) / self.calls
+                if r >= 2:  # the first two warm up
+                    times[name].append(us)
+        return times
+
+
+def run_cell(cell: Cell, contestants, rounds: int) -> list[dict[str, Any]]:
+    """A row for each contestant: name -> functions, one for each weight set, or why it has none."""
+    rows, graphs = {}, {}
+    for name, functions in contestants.items():
+        row = rows[name] = {**cell.row, "contestant": name}
+        try:
+            if isinstance(functions, Exception):
+                raise functions
+            if cell.check(functions, row):
+                graphs[name] = cell.graph(functions)
+        except Exception as problem:  # a rival that does not run is a row, not the end
+            row["error"] = repr(problem)[:200]
+            torch.cuda.synchronize()
+    for name, us in cell.times(graphs, rounds).items():
+        us.sort()
+        row = rows[name]
+        row["us"] = round(statistics.median(us), 2)
+        row["p99_us"] = round(us[min(len(us) - 1, int(0.99 * len(us)))], 2)
+        row["of_floor"] = round(cell.floor / row["us"], 4)
+    weave_check()
+    return list(rows.values())
+
+
+def make(name: str, rivals, layers):
+    """A contestant's functions, one for each weight set, or the exception that making them gave."""
+    try:
+        family, _, policy = name.partition(":")
+        factory = weave(policy or "auto") if family == "weave" else rivals[name]
+        return [factory(*layer) for layer in layers]
+    except Exception as problem:
+        return problem
+
+
+def make_layers(model: str):
+    """One or two sets of random weights, scaled so that outputs are about 1."""
+    hidden, inter, experts, _ = MODELS[model]
+    layers = []
+    for _ in range(2 if experts * 3 * hidden * inter * 2 < 12e9 else 1):
+        w13 = torch.empty(experts, 2 * inter, hidden, device="cuda", dtype=torch.bfloat16)
+        w2 = torch.empty(experts, hidden, inter, device="cuda", dtype=torch.bfloat16)
+        layers.append((w13.normal_(0, hidden**-0.5), w2.normal_(0, inter**-0.5)))
+    return layers
+
+
+def show(cell: Cell, rows) -> None:
+    texts = [
+        f"{r['contestant']} {r['us']:.1f} ({r['of_floor']:.3f})"
+        if "us" in r
+        else f"{r['contestant']} {r['error'][:90]}"
+        for r in rows
+    ]
+    print(f"{cell.name} floor {cell.floor:.1f}: {'  '.join(texts)}", flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--skews", default=",".join(map(str, SKEWS)))
@@ -191,16 +301,17 @@ def main() -> int:
     parser.add_argument("--out", default="experts.jsonl")
     parser.add_argument("--again", action="store_true", help="time cells that have rows already")
     parser.add_argument("--commit", default=None, help="the commit to name, where git is not there")
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> int:
+    args = parse_arguments()
     rivals = load_rivals(args.rivals)
-    names = args.contestants.split(",")
     commit = args.commit or git_commit()
     out = Path(args.out)
     done = set()
     if out.exists() and not args.again:
-        for line in out.read_text().splitlines():
-            row = json.loads(line)
+        for row in map(json.loads, out.read_text().splitlines()):
             if row["commit"] == commit:
                 done.add((row["model"], row["T"], row["skew"], row["contestant"]))
     read, matrix = ceilings()
@@ -217,94 +328,25 @@ def main() -> int:
         "matrix_tflops": round(matrix, 1),
     }
     for model in args.models.split(","):
-        hidden, inter, experts, k = MODELS[model]
-        sets = 2 if experts * 3 * hidden * inter * 2 < 12e9 else 1
-        layers = []
-        for _ in range(sets):
-            w13 = torch.empty(experts, 2 * inter, hidden, device="cuda", dtype=torch.bfloat16)
-            w2 = torch.empty(experts, hidden, inter, device="cuda", dtype=torch.bfloat16)
-            layers.append((w13.normal_(0, hidden**-0.5), w2.normal_(0, inter**-0.5)))
-        made: dict[str, list[Any]] = {}
+        layers, made = make_layers(model), {}
         for tokens in map(int, args.tokens.split(",")):
             for skew in map(float, args.skews.split(",")):
-                todo = [n for n in names if (model, tokens, skew, n) not in done]
-                if not todo:
-                    continue
-                g = torch.Generator(device="cuda")
-                g.manual_seed(tokens * 7 + int(skew * 10))
-                calls = 8 if tokens <= 1024 else 4
-                routes = [route(tokens, experts, k, skew, g) for _ in range(calls)]
-                inputs = [
-                    torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, generator=g)
-                    for _ in range(calls)
+                names = [
+                    name
+                    for name in args.contestants.split(",")
+                    if (model, tokens, skew, name) not in done
                 ]
-                active = sum(len(r[1].unique()) for r in routes) / calls
-                load = sum(int(torch.bincount(r[1].flatten()).max()) for r in routes) / calls
-                bytes_ = active * 3 * hidden * inter * 2 + 2 * tokens * hidden * 2
-                floor = max(bytes_ / read / 1e6, 6 * tokens * k * hidden * inter / matrix / 1e6)
-                truth = reference(inputs[0], *routes[0][1:], *layers[0])
-                rows: dict[str, dict[str, Any]] = {}
-                graphs: dict[str, torch.cuda.CUDAGraph] = {}
-                for name in todo:
-                    row = {"model": model, "T": tokens, "skew": skew, "contestant": name}
-                    row |= {"active": active, "maxload": load, "floor_us": round(floor, 2)}
-                    rows[name] = row
-                    try:
-                        if name not in made:
-                            factory = (
-                                weave(name.partition(":")[2] or "auto")
-                                if name.split(":")[0] == "weave"
-                                else rivals[name]
-                            )
-                            made[name] = [factory(*layer) for layer in layers]
-                        fs = made[name]
-                        y = fs[0](inputs[0], routes[0][1], routes[0][2], routes[0][0]).float()
-                        error = float((y - truth).norm() / truth.norm())
-                        row["rel_err"] = round(error, 5)
-                        row["note"] = getattr(fs[0], "note", "")
-                        row["version"] = getattr(fs[0], "version", "")
-                        if not getattr(fs[0], "own_activation", False) and not error < MAX_ERROR:
-                            row["error"] = "wrong result"
-                            continue
-                        graphs[name] = capture(
-                            [
-                                lambda i=i, fs=fs: fs[i % sets](
-                                    inputs[i], routes[i][1], routes[i][2], routes[i][0]
-                                )
-                                for i in range(calls)
-                            ]
-                        )
-                    except Exception as problem:  # a rival that does not run is a row, not the end
-                        row["error"] = repr(problem)[:200]
-                        torch.cuda.synchronize()
-                times: dict[str, list[float]] = {name: [] for name in graphs}
-                order = list(graphs)
-                for r in range(args.rounds + 2):
-                    for name in order if r % 2 else reversed(order):
-                        us = replay_us(graphs[name]) / calls
-                        if r >= 2:
-                            times[name].append(us)
-                for name in todo:
-                    row = rows[name]
-                    if name in times:
-                        ts = sorted(times[name])
-                        row["us"] = round(statistics.median(ts), 2)
-                        row["p99_us"] = round(ts[min(len(ts) - 1, int(0.99 * len(ts)))], 2)
-                        row["of_floor"] = round(floor / row["us"], 4)
+                if not names:
+                    continue
+                for name in names:
+                    if name not in made:
+                        made[name] = make(name, rivals, layers)
+                cell = Cell(model, tokens, skew, layers, read, matrix)
+                rows = run_cell(cell, {name: made[name] for name in names}, args.rounds)
                 with out.open("a") as file:
-                    for name in todo:
-                        file.write(json.dumps(rows[name] | common) + "\n")
-                shown = "  ".join(
-                    f"{n} {rows[n]['us']:.1f} ({rows[n]['of_floor']:.3f})"
-                    if "us" in rows[n]
-                    else f"{n} {rows[n]['error'][:90]}"
-                    for n in todo
-                )
-                print(f"{model} T={tokens} skew={skew} floor {floor:.1f}: {shown}", flush=True)
-                weave_check()
-                graphs.clear()
-        del layers
-        made.clear()
+                    file.writelines(json.dumps(row | common) + "\n" for row in rows)
+                show(cell, rows)
+        del layers, made
         torch.cuda.empty_cache()
     return 0
 

@@ -12,8 +12,16 @@ from torch import Tensor
 
 from ..runtime.buffers import BufferPool, Buffers, needs_of
 from ..runtime.driver import TENSOR_MAP_BYTES, Kernel, capture_id, encode_tensor_map
-from ..runtime.kernel import ERRORS, POLICIES, VICTIMS, KernelConfig, Launch, kernel_for, launch_maps
-from ..schedule.granularity import KernelPlan, choose_kernel, local_plan_bytes
+from ..runtime.kernel import (
+    ERRORS,
+    POLICIES,
+    VICTIMS,
+    KernelConfig,
+    Launch,
+    kernel_for,
+    launch_maps,
+)
+from ..schedule.granularity import KernelPlan, choose_kernel
 from ..shapes import ExpertsCall, LayerShape, dtype_name
 
 __all__ = ["BACKEND", "KernelError", "check", "plan_for", "warmup"]
@@ -279,7 +287,9 @@ def _run(call: ExpertsCall) -> Tensor:
     capturing = capture_id(stream) is not None
     buffers = _buffers_for(call, pool, stream)
     for first in range(0, call.num_tokens, SLAB_TOKENS):
-        _launch(call, out, first, min(SLAB_TOKENS, call.num_tokens - first), pool, buffers, capturing)
+        _launch(
+            call, out, first, min(SLAB_TOKENS, call.num_tokens - first), pool, buffers, capturing
+        )
     return out
 
 
@@ -371,7 +381,9 @@ def _launch(
     p.combine_tokens, p.slice = plan.combine_tokens, plan.slice
     p.combine_slices = -(-s.hidden // plan.slice)
     p.ids_wide = int(call.topk_ids.dtype == torch.int64)
-    p.weights_kind = {"float32": 0, "bfloat16": 1, "float16": 2}[dtype_name(call.topk_weights.dtype)]
+    p.weights_kind = {"float32": 0, "bfloat16": 1, "float16": 2}[
+        dtype_name(call.topk_weights.dtype)
+    ]
     act = call.activation
     p.alpha, p.up_offset = act.alpha, act.up_offset
     p.limit = act.limit if act.limit is not None else 0.0
@@ -407,6 +419,7 @@ def warmup(shape: LayerShape, tokens: int, *, device: int | None = None, **optio
         raise TypeError(f"warmup got unknown options {sorted(options)}")
     index = torch.cuda.current_device() if device is None else device
     with torch.cuda.device(index):
+        _pool(torch.device("cuda", index))
         seen = set()
         for count in _plan_points(shape, tokens, index):
             plan = plan_for(shape, count, index)

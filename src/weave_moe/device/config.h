@@ -95,7 +95,7 @@ struct Launch {
   i64 valid_offset;          // of this launch's first token, within the tokens that `valid` counts
   u32 tokens, top_k, experts, experts_global, hidden, intermediate;
   u32 chunks_up, chunks_down, parts_up, parts_down;
-  u32 hold_down;  // down weights wait until all gate_up weights have been asked for
+  u32 hold_down;  // down weights wait for the gate_up tiles of their group
   u32 combine_tokens, combine_slices, slice;
   u32 ids_wide, weights_kind, valid_wide;  // weights_kind: 0 fp32, 1 bf16, 2 fp16
   float alpha, limit, up_offset;

@@ -1,5 +1,5 @@
-// The two producers of a block. The weight producer claims tasks and streams their weights; it never waits for data, so
-// weights run ahead of the dependencies. The activation producer alone waits for other tasks.
+// The two producers of a block. The weight producer claims tasks and streams their weights; it does not wait for data
+// (except with hold_down), so weights run ahead of the dependencies. The activation producer waits for other tasks.
 #pragma once
 #include "config.h"
 
@@ -71,7 +71,7 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
   Cursor ring_task;
   ring.phase = ring_task.phase = 1;
   ClaimCounts total = {0, 0, 0, 0, 0};
-  bool ok = true, over = false, held = false;
+  bool ok = true, over = false;
   u64 raw = ticket;
   for (u32 stage = 0; stage < STAGES && ok; ++stage) {
     Stage st;
@@ -97,12 +97,10 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
           b.s.task[ring_task.slot] = t;
           barrier_arrive(&b.s.task_full[ring_task.slot]);
         }
-        // Few tasks: an SM without a second gate_up task would take bandwidth from those that have one, and everybody
-        // waits for them. They are all claimed, by workers that are running.
-        if (p.hold_down && stage == DOWN && !held && ok) {
-          ok = wait_for(p.shared, &p.shared.control->asked, plan.totals->groups * p.chunks_up * p.parts_up, TASK_TIMEOUT);
-          held = true;
-        }
+        // One token: an SM without a second gate_up task would take bandwidth from those that have one, and everybody
+        // waits for them. So down weights wait like their activations do, for tiles that running workers hold.
+        if (p.hold_down && stage == DOWN && ok)
+          ok = wait_for(p.shared, &p.shared.up_done[t.group], up_target(t.tokens, p.chunks_up), TASK_TIMEOUT);
         // The next claim is in flight during the last loads of this task.
         const u32 claim_at = t.steps > 3 ? t.steps - 3 : 0;
         for (u32 k = 0; k < t.steps && ok; ++k) {
@@ -113,7 +111,6 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
           load_weights(b, t, ring.slot, k);
           ring.advance(b.stages);
         }
-        if (p.hold_down && stage == GATE_UP) add_release(&p.shared.control->asked, 1u);
         // A combine task has no loads to pace its claims, and it may wait: never claim past one.
         if (stage == COMBINE && ok) {
           const u64 tick = load_relaxed(st.tick);

@@ -20,8 +20,7 @@ struct Control {
   u32 error;
   u32 plan;           // PLAN_NONE, PLAN_CLAIMED, PLAN_READY
   u32 gather;         // GPU: blocks of rows of x handed out for gathering
-  u32 asked;          // GPU: gate_up tasks whose weights have all been asked for
-  u32 pad;
+  u32 pad[2];
   u64 tick[STAGES];
 };
 enum PlanState : u32 { PLAN_NONE = 0, PLAN_CLAIMED = 1, PLAN_READY = 2 };
@@ -97,7 +96,6 @@ WEAVE_FN void leave(const Shared& s, const Lanes& lanes) {
   if (lanes.lane() != 0) return;
   for (u32 i = 0; i < STAGES; ++i) store_relaxed(&s.control->tick[i], (u64)0);
   store_relaxed(&s.control->gather, 0u);
-  store_relaxed(&s.control->asked, 0u);
   store_relaxed(&s.control->plan, (u32)PLAN_NONE);
   store_relaxed(&s.control->entered, 0u);
   store_relaxed(&s.control->left, 0u);

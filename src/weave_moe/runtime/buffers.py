@@ -1,4 +1,4 @@
-"""Device memory of launches: one set of buffers for each stream or graph, grown when a call needs more.
+"""Device memory of launches: buffers for each stream or graph, grown when a call needs more.
 
 All of it comes from torch's allocator on the stream it is used on. Within a capture it comes from
 the graph's pool, and the zeroing of the counters is recorded in the graph.
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..schedule.granularity import KernelPlan
 from .driver import capture_id, encode_tensor_map
 
-__all__ = ["Buffers", "BufferPool", "Needs", "control_bytes", "needs_of"]
+__all__ = ["BufferPool", "Buffers", "Needs", "control_bytes", "needs_of"]
 
 _CONTROL: Final = 64  # sizeof(weave::Control), rounded up
 _STAGES: Final = 3
@@ -67,7 +67,17 @@ def needs_of(
     row_bytes = rows * hidden * (2 if dtype == "bfloat16" else 4)
     plan_bytes = 0
     if not plan.local_plan:
-        words = 4 * groups + (experts + 1) + 2 * experts + rows + slots + 4 + 2 + 2 * 16 + _WARPS * experts
+        words = (
+            4 * groups
+            + (experts + 1)
+            + 2 * experts
+            + rows
+            + slots
+            + 4
+            + 2
+            + 2 * 16
+            + _WARPS * experts
+        )
         plan_bytes = 4 * words
     sums = parts = 0
     if plan.parts_up > 1 or plan.parts_down > 1:
@@ -107,9 +117,7 @@ class Buffers:
             self.h = torch.zeros(needs.h_bytes, dtype=torch.uint8, device=self.device)
             self._maps.clear()
         if self.gathered.numel() < needs.gathered_bytes:
-            self.gathered = torch.zeros(
-                needs.gathered_bytes, dtype=torch.uint8, device=self.device
-            )
+            self.gathered = torch.zeros(needs.gathered_bytes, dtype=torch.uint8, device=self.device)
             self._maps.clear()
         if self.rows.numel() < needs.row_bytes:
             self.rows = torch.empty(needs.row_bytes, dtype=torch.uint8, device=self.device)
@@ -122,7 +130,9 @@ class Buffers:
         """Back to the initial state, after a launch that gave up."""
         self.counters.zero_()
 
-    def row_maps(self, tensor: Tensor, columns: int, plan: KernelPlan, rows: int, dtype: str) -> list[bytes]:
+    def row_maps(
+        self, tensor: Tensor, columns: int, plan: KernelPlan, rows: int, dtype: str
+    ) -> list[bytes]:
         """Maps of h or the gathered rows, [rows, columns], for each width: a box holds a group's
         rows and the columns of a stage."""
         key = (tensor.data_ptr(), plan.tile_k, plan.width_cap, columns, rows, dtype == "bfloat16")
@@ -132,13 +142,15 @@ class Buffers:
             found = []
             for width in range(8, plan.width_cap + 1, 8):
                 if columns % 64 == 0:
-                    dims, strides, box = (64, rows, columns // 64), (columns, 64), (64, width, blocks)
+                    dims, strides, box = (
+                        (64, rows, columns // 64),
+                        (columns, 64),
+                        (64, width, blocks),
+                    )
                     found.append(encode_tensor_map(pointer, dtype, dims, strides, box))
                 else:
                     shape = (columns, rows)
-                    found.append(
-                        encode_tensor_map(pointer, dtype, shape, (columns,), (64, width))
-                    )
+                    found.append(encode_tensor_map(pointer, dtype, shape, (columns,), (64, width)))
             self._maps[key] = found
         return found
 

@@ -107,7 +107,16 @@ class Kernel:
         # may be placed while that one drains.
         attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, allowed=1)
         config = _LaunchConfig(
-            blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, ctypes.pointer(attribute), 1
+            blocks,
+            1,
+            1,
+            self.threads,
+            1,
+            1,
+            self.shared_bytes,
+            stream,
+            ctypes.pointer(attribute),
+            1,
         )
         _call("cuLaunchKernelEx", ctypes.byref(config), self._handle, pointers, None)
 

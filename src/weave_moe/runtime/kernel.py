@@ -1,4 +1,4 @@
-"""The experts kernel: its compile-time configuration, its parameters, and the cache of compiled code.
+"""The experts kernel: its configuration, its parameters, and the cache of compiled code.
 
 The C++ side is device/config.h; both sides' sizes are compared when the kernel is compiled.
 """
@@ -259,4 +259,3 @@ def kernel_for(config: KernelConfig, shared_bytes: int) -> Kernel:
             )
             _kernels[key] = found
     return found
-
