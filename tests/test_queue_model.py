@@ -74,9 +74,12 @@ def test_tags_are_not_needed_within_a_launch_nor_across_launches(tmp_path: Path)
 
 
 @needs_spin
-def test_one_resident_worker_finishes_alone(tmp_path: Path) -> None:
-    """The others start only when worker 0 has left: no wait of its may need them."""
-    for options in ("NW=2 NL=2 NU=6 ND=4 B=3 LONE", "NW=3 NL=2 NU=6 ND=4 B=3 LONE PREFETCH"):
+def test_resident_workers_finish_without_the_others(tmp_path: Path) -> None:
+    """The others start only when the resident ones have left: no wait of theirs may need them."""
+    for options in (
+        "NW=3 NL=2 NU=6 ND=4 B=3 RESIDENT=1 PREFETCH",
+        "NW=3 NL=2 NU=5 ND=3 B=4 RESIDENT=2",
+    ):
         _, error, output = check(tmp_path, *options.split())
         assert not error, output
 

@@ -39,6 +39,36 @@ class Patch:
         return text.replace(self.old, self.new)
 
 
+@dataclass(frozen=True)
+class Everywhere:
+    """In `file`, every `old` (at least one) becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+
+    def apply(self, text: str) -> str:
+        if self.old not in text:
+            raise AssertionError(f"{self.file}: nothing to replace: {self.old}")
+        return text.replace(self.old, self.new)
+
+
+STEPPED = (
+    Everywhere("memory.h", "__atomic_", "weave_step(), __atomic_"),
+    Patch(
+        "memory.h",
+        """  if (iteration < 256)
+    sched_yield();
+  else
+    usleep(50);
+""",
+        "  (void)iteration;\n  weave_yield();\n",
+    ),
+    Patch("memory.h", "#pragma once\n", "#pragma once\nvoid weave_step();\nvoid weave_yield();\n"),
+)
+"""What interleave.cpp needs: every atomic operation, and every pause, asks who runs next."""
+
+
 class Builder:
     """Compiles once a session: processes of one pytest run share `folder`, by content."""
 
@@ -54,7 +84,7 @@ class Builder:
         folder.mkdir(exist_ok=True)
         return cls(folder)
 
-    def sources(self, patches: Sequence[Patch] = ()) -> Path:
+    def sources(self, patches: Sequence[Patch | Everywhere] = ()) -> Path:
         """A copy of the device and host sources with `patches` applied, as .../src/{device,host}.
 
         Every file name is unique over the two folders, so a patch names only the file.
@@ -83,7 +113,7 @@ class Builder:
     def build(
         self,
         driver: str,
-        patches: Sequence[Patch] = (),
+        patches: Sequence[Patch | Everywhere] = (),
         *,
         flags: Sequence[str] = ("-O2",),
         shared: bool = False,
@@ -110,6 +140,28 @@ class Builder:
                 assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
                 new.rename(out)
         return out
+
+    def sanitizer_prefix(self, sanitizer: str) -> list[str] | None:
+        """How to start a program built with -fsanitize=`sanitizer`; None where that cannot run.
+
+        ThreadSanitizer fails under some kernels' address space layout, which setarch -R evens out
+        where it is allowed to.
+        """
+        out = self.folder / f"works-{sanitizer}"
+        with self._locked(out.name):
+            if not out.exists():
+                source = out.with_suffix(".cpp")
+                source.write_text("int main() {}\n")
+                command = [CXX, f"-fsanitize={sanitizer}", "-pthread", str(source), "-o", str(out)]
+                if subprocess.run(command, capture_output=True, timeout=300).returncode:
+                    return None
+        for prefix in (["setarch", "-R"], []):
+            if prefix and shutil.which(prefix[0]) is None:
+                continue
+            done = subprocess.run([*prefix, str(out)], capture_output=True, timeout=60)
+            if done.returncode == 0:
+                return prefix
+        return None
 
     def _locked(self, name: str) -> _Lock:
         return _Lock(self.folder / f"{name}.lock")

@@ -57,11 +57,11 @@ int main(int argc, char** argv) {
   long long launches = 0, tasks = 0, steals = 0;
   for (int call = 0; call < calls; ++call) {
     WeaveCall c = {};
-    c.tokens = r.below(10) ? 1 + r.below(r.below(2) ? 8 : 70) : 0;
+    c.tokens = r.below(10) ? 1 + r.below(r.below(2) ? 8 : 48) : 0;
     c.top_k = 1 + r.below(3);
-    c.hidden = 1 + r.below(300);
-    c.intermediate = 1 + r.below(260);
-    c.experts = c.experts_global = 1 + r.below(r.below(2) ? 3 : 24);
+    c.hidden = 1 + r.below(150);
+    c.intermediate = 1 + r.below(140);
+    c.experts = c.experts_global = 1 + r.below(r.below(2) ? 3 : 16);
     c.dtype = r.below(3);
     c.weights_dtype = r.below(3);
     c.ids_int64 = r.below(2);

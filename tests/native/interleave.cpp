@@ -106,6 +106,7 @@ std::vector<Problem> cases() {
       problem(2, STATIC_EXPERT, {0, 2}, 3, 2, 1),   // more experts than workers, one of them empty
       problem(3, COUNTER, {0}, 1, 3, 1, 1, 2),
       problem(2, STATIC_STRIDED, {1}, 2, 3, 2),
+      problem(2, WINDOW, {0}, 1, 8, 1, 1, 1, false),  // the smallest in which a thief has a window to publish
   };
 }
 

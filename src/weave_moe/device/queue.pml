@@ -10,8 +10,8 @@
  * over an empty word; at the end all queues are empty and the launch state is zero. A wait blocks, so a wait that nobody
  * ends is a deadlock, which Spin reports as an invalid end state.
  *
- * Options: PREFETCH; STEAL_ONE; LONE (the other workers start when worker 0 has left: one resident worker is enough);
- * NO_TAGS (tags are always 0: they are not needed for safety while a launch does not overlap the next).
+ * Options: PREFETCH; STEAL_ONE; RESIDENT=n (n workers run, the others start when those have left); NO_TAGS (tags are
+ * always 0: they are not needed for safety while a launch does not overlap the next).
  * Planted bugs, each of which must fail: BUG_OWNER_STORES, BUG_EARLY_REFILL, BUG_PART_COMPARE, BUG_TICK_KEPT,
  * BUG_DONE_KEPT, BUG_LEAVES_WINDOW, BUG_NO_WAIT, BUG_PLAN_EARLY.
  */
@@ -114,8 +114,8 @@ proctype worker(byte me) {
   byte stage, task = NONE, own_tag, own_lo, own_hi, k, victim, seen_tag, seen_lo, seen_hi, claimed = NONE;
   bit exhausted, hit;
 
-#ifdef LONE
-  (me == 0 || gone > 0);
+#ifdef RESIDENT
+  (me < RESIDENT || gone >= RESIDENT);
 #endif
   d_step { assert(entered < NW); entered++ }; /* add(entered) */
   if
