@@ -181,63 +181,67 @@ WEAVE_FN float weight_of(const Launch& p, u32 slot) {
   return p.weights_kind == 1 ? unpack<true>(w) : unpack<false>(w);
 }
 
-// y[token] = sum over slots, in slot order, of weight x row. Eight features a lane.
+// y[token] = sum over slots, in slot order, of weight x row, for features [begin, end), eight a lane. Lane j < top_k holds
+// the row (NONE: skipped) and weight of slot j.
+WEAVE_FN void sum_rows(const Launch& p, u32 token, u32 row, float weight, u32 begin, u32 end) {
+  const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  for (u32 f = begin + (warp * 32 + lane) * 8; __any_sync(~0u, f < end); f += CONSUMER_WARPS * 256) {
+    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    for (u32 j0 = 0; j0 < p.top_k; j0 += 8) {
+      uint4 part[8][ROWS_FP32 ? 2 : 1];
+      float w[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const u32 from = j0 + j < p.top_k ? j0 + j : 0;
+        const u32 r = __shfl_sync(~0u, row, from);
+        w[j] = __shfl_sync(~0u, weight, from);
+        const bool use = j0 + j < p.top_k && r != NONE && f < end;
+        if (!use) w[j] = 0.f;
+#pragma unroll
+        for (int q = 0; q < (ROWS_FP32 ? 2 : 1); ++q) {
+          part[j][q] = make_uint4(0, 0, 0, 0);
+          if (use) part[j][q] = __ldcg((const uint4*)((const char*)p.rows + ((u64)r * p.hidden + f) * (ROWS_FP32 ? 4 : 2)) + q);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const u32* v = (const u32*)part[j];
+#pragma unroll
+        for (int q = 0; q < 8; ++q) {
+          const float value = ROWS_FP32 ? __uint_as_float(v[q]) : unpack<BF16>((u16)(v[q / 2] >> (q % 2 ? 16 : 0)));
+          sum[q] = fmaf(w[j], value, sum[q]);
+        }
+      }
+    }
+    if (f < end) {
+      const uint4 y = make_uint4(pack2<BF16>(sum[0], sum[1]), pack2<BF16>(sum[2], sum[3]), pack2<BF16>(sum[4], sum[5]),
+                                 pack2<BF16>(sum[6], sum[7]));
+      *(uint4*)((u16*)p.out + (u64)token * p.hidden + f) = y;
+    }
+  }
+}
+
 template <class Index>
-WEAVE_FN bool combine(const Block& b, const Plan<Index>& plan, const ExpertOf& expert_of, const TaskSlot& t, u32 warp, u32 lane) {
+WEAVE_FN bool combine(const Block& b, const Plan<Index>& plan, const ExpertOf& expert_of, const TaskSlot& t, u32 lane) {
   const Launch& p = b.p;
   const u32 begin = t.chunk * p.slice;
   const u32 end = begin + p.slice < p.hidden ? begin + p.slice : p.hidden;
   for (u32 i = 0; i < t.tokens; ++i) {
-    const u32 token = t.row + i;
-    u32 row = NONE;
+    const u32 token = t.row + i, slot = token * p.top_k + lane;
+    u32 row = NONE, tiles = 0;
     float weight = 0;
-    bool ok = true;
-    if (lane < p.top_k) {
-      const u32 slot = token * p.top_k + lane;
-      const u32 e = expert_of(slot);
-      if (e != NONE) {
-        row = plan.slot_row[slot];
-        weight = weight_of(p, slot);
-        ok = wait_for_expert(p.shared, e, (plan.expert_group[e + 1] - plan.expert_group[e]) * p.chunks_down);
-      }
+    const u32 e = lane < p.top_k ? expert_of(slot) : NONE;
+    if (e != NONE) {
+      row = plan.slot_row[slot];
+      weight = weight_of(p, slot);
+      tiles = (plan.expert_group[e + 1] - plan.expert_group[e]) * p.chunks_down;
     }
+    const bool ok = e == NONE || wait_for_expert(p.shared, e, tiles);
     if (!__all_sync(~0u, ok)) {
       b.abort(TASK_TIMEOUT);
       return false;
     }
-    for (u32 f = begin + (warp * 32 + lane) * 8; __any_sync(~0u, f < end); f += CONSUMER_WARPS * 256) {
-      float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-      for (u32 j0 = 0; j0 < p.top_k; j0 += 8) {
-        uint4 part[8][ROWS_FP32 ? 2 : 1];
-        float w[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const u32 from = j0 + j < p.top_k ? j0 + j : 0;
-          const u32 r = __shfl_sync(~0u, row, from);
-          w[j] = __shfl_sync(~0u, weight, from);
-          const bool use = j0 + j < p.top_k && r != NONE && f < end;
-          if (!use) w[j] = 0.f;
-#pragma unroll
-          for (int q = 0; q < (ROWS_FP32 ? 2 : 1); ++q) {
-            part[j][q] = make_uint4(0, 0, 0, 0);
-            if (use) part[j][q] = __ldcg((const uint4*)((const char*)p.rows + ((u64)r * p.hidden + f) * (ROWS_FP32 ? 4 : 2)) + q);
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const u32* v = (const u32*)part[j];
-#pragma unroll
-          for (int q = 0; q < 8; ++q) {
-            const float value = ROWS_FP32 ? __uint_as_float(v[q]) : unpack<BF16>((u16)(v[q / 2] >> (q % 2 ? 16 : 0)));
-            sum[q] = fmaf(w[j], value, sum[q]);
-          }
-        }
-      }
-      if (f < end) {
-        const uint4 y = make_uint4(pack2<BF16>(sum[0], sum[1]), pack2<BF16>(sum[2], sum[3]), pack2<BF16>(sum[4], sum[5]), pack2<BF16>(sum[6], sum[7]));
-        *(uint4*)((u16*)p.out + (u64)token * p.hidden + f) = y;
-      }
-    }
+    sum_rows(p, token, row, weight, begin, end);
   }
   return true;
 }
@@ -256,7 +260,7 @@ WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& e
     __syncwarp();
     if (lane == 0) barrier_arrive(&s.task_empty[ring_task.slot]);
     if (t.kind == END) return;
-    const bool ok = t.kind == COMBINE ? combine(b, plan, expert_of, t, warp, lane)
+    const bool ok = t.kind == COMBINE ? combine(b, plan, expert_of, t, lane)
                                       : run_width<WIDTH_CAP>(b, ring, t, ring_task.slot, warpgroup, warp & 3, lane);
     if (!ok) {
       if (lane == 0) b.abort(RING_TIMEOUT);

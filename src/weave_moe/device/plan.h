@@ -98,7 +98,12 @@ WEAVE_FN u64 extent(u32 tokens, u32 width_cap) {
 // readers: a barrier of the block, or a release (scheduler.h).
 //
 // expert_of(slot): the local expert of a slot, or NONE where it is to be skipped. Called once or twice for each slot.
-constexpr u32 LOOK_AHEAD = 8;  // slots a lane looks up at once, so that their loads overlap
+// Slots a lane looks up at once, so that their loads overlap.
+#ifdef WEAVE_LOOK_AHEAD
+constexpr u32 LOOK_AHEAD = WEAVE_LOOK_AHEAD;
+#else
+constexpr u32 LOOK_AHEAD = 8;
+#endif
 // The experts of a lane's first slots, kept from one step to the next: all of them when there are few.
 struct Lookup {
   u32 expert[LOOK_AHEAD];

@@ -202,6 +202,8 @@ class KernelConfig:
             "WIDTH_CAP": self.width_cap,
             "LOCAL_PLAN": int(self.local_plan),
             "GATHERED_FIRST": int(self.gathered_first),
+            # Few slots: one look-up a lane is enough, and the code that runs once is shorter.
+            "LOOK_AHEAD": 1 if self.tile_m == 64 else 8,
             "SPLIT_K": int(self.split_k),
             "BF16": int(self.dtype == "bfloat16"),
             "ACTIVATION": _ACTIVATIONS[self.activation],
