@@ -1,0 +1,175 @@
+"""`choose_kernel`: whatever the sizes, the kernel that it names fits the GPU and holds the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weave_moe.presets import PRESETS, Preset
+from weave_moe.schedule import build_plan, check_width_cap, combine_task, max_groups
+from weave_moe.schedule.granularity import (
+    CONTROL_BYTES,
+    LOCAL_SLOTS,
+    MAX_STAGES,
+    SHARED_BYTES,
+    WIDTH_CAPS,
+    KernelPlan,
+    choose_kernel,
+    local_plan_bytes,
+)
+
+TOKENS = st.one_of(st.integers(1, 8), st.integers(1, 400), st.integers(1, 8192))
+EXPERTS = st.one_of(st.integers(1, 8), st.integers(1, 1024), st.integers(1000, 1024))
+TOP_K = st.integers(1, 16)
+HIDDEN = st.integers(1, 2048).map(lambda n: 8 * n)
+
+
+def spare(plan: KernelPlan, slots: int, experts: int) -> int:
+    """Bytes of shared memory that the plan leaves."""
+    used = local_plan_bytes(slots, experts, plan.width_cap) if plan.local_plan else 0
+    return SHARED_BYTES - CONTROL_BYTES - plan.ring_bytes - used
+
+
+@given(TOKENS, TOP_K, EXPERTS, HIDDEN)
+def test_it_fits_a_blocks_shared_memory_with_a_ring_that_streams(
+    tokens: int, top_k: int, experts: int, hidden: int
+) -> None:
+    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=hidden)
+    assert spare(plan, tokens * top_k, experts) >= 0
+    assert plan.ring_bytes % 1024 == 0
+    for width in range(8, plan.width_cap + 1, 8):
+        stages = plan.stages(width)
+        stage = (plan.tile_m + width) * plan.tile_k * 2
+        # One product in flight, one stage being read, one being filled.
+        assert 3 <= stages <= MAX_STAGES
+        assert stages * stage <= plan.ring_bytes
+        assert stages == MAX_STAGES or (stages + 1) * stage > plan.ring_bytes
+
+
+@given(TOKENS, TOP_K, EXPERTS, HIDDEN)
+def test_its_sizes_are_those_that_the_kernel_is_written_for(
+    tokens: int, top_k: int, experts: int, hidden: int
+) -> None:
+    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=hidden)
+    assert plan.tile_m in (64, 128)
+    assert plan.tile_k in (64, 128)
+    assert check_width_cap(plan.width_cap) in WIDTH_CAPS
+    assert plan.threads == 2 * plan.tile_m + 128
+    assert plan.chunk_up * 2 == plan.chunk_down == plan.tile_m
+    # Combine tasks read and write 16 bytes a lane, eight elements.
+    assert plan.combine_tokens >= 1
+    assert plan.slice % 8 == 0
+
+
+@given(TOKENS, TOP_K, EXPERTS, HIDDEN)
+def test_combine_tasks_cover_every_element_of_every_token_once(
+    tokens: int, top_k: int, experts: int, hidden: int
+) -> None:
+    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=hidden)
+    slices = -(-hidden // plan.slice)
+    blocks = -(-tokens // plan.combine_tokens)
+    assert (slices - 1) * plan.slice < hidden <= slices * plan.slice
+    last = combine_task(tokens, hidden, top_k, plan.combine_tokens, blocks - 1)
+    assert last.token_start + last.token_count == tokens
+    assert blocks * slices < 1 << 24, "a queue's window has 24 bits"
+
+
+@given(TOKENS, TOP_K, EXPERTS)
+def test_a_local_plan_has_room_for_its_scratch(tokens: int, top_k: int, experts: int) -> None:
+    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=2048)
+    if not plan.local_plan:
+        return
+    # device/experts.cu lays it behind the weights of the deepest ring: sums of up to 16 warps (8
+    # bytes each), two words an expert, and at least one histogram of an even number of words.
+    room = plan.ring_bytes - plan.stages(8) * plan.tile_m * plan.tile_k * 2
+    assert room >= 4 * (2 * 16 + 2 * experts + (experts + 1) // 2 * 2)
+
+
+@given(st.data())
+def test_a_local_plan_has_room_for_any_routing(data: st.DataObject) -> None:
+    experts = data.draw(st.integers(1, 40), "experts")
+    top_k = data.draw(st.integers(1, 8), "top_k")
+    tokens = data.draw(st.integers(1, 60), "tokens")
+    slots = tokens * top_k
+    # Few experts with many slots, many with one, and some that are skipped.
+    few = data.draw(st.integers(1, experts), "used experts")
+    ids = data.draw(st.lists(st.integers(-1, few - 1), min_size=slots, max_size=slots), "experts")
+    chosen = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=256)
+    plan, rows = build_plan(ids, experts, chosen.width_cap)
+    groups = max_groups(slots, experts, chosen.width_cap)
+    assert len(plan.groups) <= groups
+    room = local_plan_bytes(slots, experts, chosen.width_cap)
+    # A group takes 16 bytes; rows and slots are 16-bit numbers, with all ones for none.
+    assert groups * 16 + 4 * (experts + 1) + 2 * (len(rows.row_slot) + slots) <= room
+    assert len(rows.row_slot) < 0xFFFF
+
+
+@given(TOKENS, TOP_K, EXPERTS)
+def test_numbers_of_a_local_plan_are_below_its_index_type(
+    tokens: int, top_k: int, experts: int
+) -> None:
+    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=2048)
+    slots = tokens * top_k
+    if plan.local_plan:
+        assert slots <= LOCAL_SLOTS
+        assert slots + 15 * min(experts, slots) < 0xFFFF
+
+
+@given(TOKENS, TOP_K, EXPERTS)
+def test_the_widest_group_is_worth_its_registers(tokens: int, top_k: int, experts: int) -> None:
+    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=2048)
+    slots = tokens * top_k
+    mean = slots / min(experts, slots)
+    # Even routing must not be cut into more groups than it has experts, except at the widest.
+    assert plan.width_cap >= mean or plan.width_cap == max(WIDTH_CAPS)
+    # Nor may a kernel be compiled for widths that no routing of this many slots reaches.
+    smaller = [cap for cap in WIDTH_CAPS if cap < plan.width_cap]
+    assert not smaller or slots > smaller[-1] or mean + 3 * mean**0.5 > smaller[-1]
+
+
+def test_few_slots_get_finer_tiles() -> None:
+    def tile(tokens: int) -> int:
+        return choose_kernel(tokens=tokens, top_k=8, experts=128, hidden=2048).tile_m
+
+    assert tile(1) == tile(4) == 64
+    assert tile(16) == tile(4096) == 128
+
+
+@given(TOKENS, TOP_K, EXPERTS, HIDDEN)
+def test_it_is_a_pure_function_and_prints_its_reasons(
+    tokens: int, top_k: int, experts: int, hidden: int
+) -> None:
+    sizes = {"tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden}
+    plan = choose_kernel(**sizes)
+    assert plan == choose_kernel(**sizes)
+    text = str(plan)
+    assert f"tiles of {plan.tile_m} rows x up to {plan.width_cap} tokens" in text
+    assert plan.reasons
+    for reason in plan.reasons:
+        assert reason in text
+    assert replace(plan, reasons=()) != plan
+    assert all(line.isascii() and len(line) < 120 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("shared_bytes", [SHARED_BYTES - 8192, SHARED_BYTES])
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)
+def test_known_models_get_few_kernels(preset: Preset, shared_bytes: int) -> None:
+    shape = preset.shape()
+    plans = {
+        (p.tile_m, p.tile_k, p.width_cap, p.local_plan, p.gathered_first)
+        for tokens in range(1, 1025)
+        for p in [
+            choose_kernel(
+                tokens=tokens,
+                top_k=shape.top_k,
+                experts=shape.experts,
+                hidden=shape.hidden,
+                shared_bytes=shared_bytes,
+            )
+        ]
+    }
+    # Each is compiled once a shape family: a warmup of seconds, not minutes.
+    assert 2 <= len(plans) <= 10
