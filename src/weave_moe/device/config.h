@@ -50,6 +50,7 @@ struct alignas(16) Smem {
   TaskSlot task[TASK_RING];
   u64 full[MAX_RING], empty[MAX_RING];
   u64 task_full[TASK_RING], task_empty[TASK_RING], task_done[TASK_RING];
+  u64 join;  // consumers, where a tile has several K ranges
   PlanTotals totals;
   u32 aborted;
   u32 gather;

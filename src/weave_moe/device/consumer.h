@@ -117,46 +117,64 @@ WEAVE_FN void store_rows(const Block& b, const TaskSlot& t, const float (&d)[N /
   }
 }
 
+// What a consumer warp carries from task to task.
+struct ConsumerState {
+  Cursor ring, task;
+  u32 join_phase = 0;
+};
+// A barrier of the consumers that, unlike the hardware's, ends when the block gives up.
+WEAVE_FN bool join_consumers(const Block& b, ConsumerState& state, u32 lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(&b.s.join);
+  const bool ok = b.wait(&b.s.join, state.join_phase);
+  state.join_phase ^= 1;
+  return ok;
+}
+
 // K ranges: every part leaves its sums in memory; the last one to finish adds them all, in the order of the ranges, so that
-// the result does not depend on who is last. False: this was not the last. All consumers call.
+// the result does not depend on who is last. All consumers call.
+enum Joined : u32 { NOT_LAST, LAST, GIVEN_UP };
 template <int N>
-WEAVE_FN bool join_parts(const Block& b, const TaskSlot& t, u32 slot, float (&d)[N / 2]) {
+WEAVE_FN Joined join_parts(const Block& b, ConsumerState& state, const TaskSlot& t, u32 lane, float (&d)[N / 2]) {
   const Launch& p = b.p;
   const u32 parts = t.kind == GATE_UP ? p.parts_up : p.parts_down;
-  if (parts == 1) return true;
+  if (parts == 1) return LAST;
   // Tiles of gate_up first. A thread reads back only what threads of its own number wrote.
   const u64 first_down = (u64)p.shared.max_groups * p.chunks_up * p.parts_up;
   const u64 block = (t.kind == GATE_UP ? 0 : first_down) + (u64)t.tile * parts;
   float* sums = p.sums + block * (TILE_M * WIDTH_CAP) + threadIdx.x;
-  constexpr u32 THREADS_HERE = CONSUMER_WARPS * 32;
+  constexpr u32 STRIDE = CONSUMER_WARPS * 32;
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) sums[(u64)t.part * (TILE_M * WIDTH_CAP) + i * THREADS_HERE] = d[i];
+  for (int i = 0; i < N / 2; ++i) sums[(u64)t.part * (TILE_M * WIDTH_CAP) + i * STRIDE] = d[i];
   __threadfence();
-  asm volatile("bar.sync 3, %0;" ::"n"(THREADS_HERE) : "memory");
+  if (!join_consumers(b, state, lane)) return GIVEN_UP;
+  volatile u32* unfinished = &b.s.task[state.task.slot].unfinished;
   if (threadIdx.x == 0) {
-    const bool last = finish_part(p.shared, t.kind, t.tile, parts);
-    b.s.task[slot].unfinished = !last;
+    *unfinished = !finish_part(p.shared, t.kind, t.tile, parts);
     __threadfence();
   }
-  asm volatile("bar.sync 3, %0;" ::"n"(THREADS_HERE) : "memory");
-  if (*(volatile u32*)&b.s.task[slot].unfinished) return false;
+  if (!join_consumers(b, state, lane)) return GIVEN_UP;
+  if (*unfinished) return NOT_LAST;
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     float sum = 0;
-    for (u32 part = 0; part < parts; ++part) sum += __ldcg(&sums[(u64)part * (TILE_M * WIDTH_CAP) + i * THREADS_HERE]);
+    for (u32 part = 0; part < parts; ++part) sum += __ldcg(&sums[(u64)part * (TILE_M * WIDTH_CAP) + i * STRIDE]);
     d[i] = sum;
   }
-  return true;
+  return LAST;
 }
 
 template <int N>
-WEAVE_FN bool run_tile(const Block& b, Cursor& ring, const TaskSlot& t, u32 slot, int warpgroup, u32 warp, u32 lane) {
+WEAVE_FN bool run_tile(const Block& b, ConsumerState& state, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
   float d[N / 2];
   // Undefined accumulators would be live across the task loop, those of all widths at once.
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) d[i] = 0.f;
-  if (!multiply<N>(b, ring, t, d, warpgroup, lane)) return false;
-  if (SPLIT_K && !join_parts<N>(b, t, slot, d)) return true;  // another part will finish the tile
+  if (!multiply<N>(b, state.ring, t, d, warpgroup, lane)) return false;
+  if (SPLIT_K) {
+    const Joined joined = join_parts<N>(b, state, t, lane, d);
+    if (joined != LAST) return joined == NOT_LAST;  // another part will finish the tile
+  }
   if (t.kind == GATE_UP) {
     store_activations<N>(b, t, d, warpgroup, warp, lane);
     fence_async_proxy();  // h is read by TMA
@@ -167,10 +185,10 @@ WEAVE_FN bool run_tile(const Block& b, Cursor& ring, const TaskSlot& t, u32 slot
 }
 
 template <int N>
-WEAVE_FN bool run_width(const Block& b, Cursor& ring, const TaskSlot& t, u32 slot, int warpgroup, u32 warp, u32 lane) {
-  if (t.width == N) return run_tile<N>(b, ring, t, slot, warpgroup, warp, lane);
+WEAVE_FN bool run_width(const Block& b, ConsumerState& state, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
+  if (t.width == N) return run_tile<N>(b, state, t, warpgroup, warp, lane);
   if constexpr (N > 8)
-    return run_width<(N <= 64 ? N - 8 : N - 16)>(b, ring, t, slot, warpgroup, warp, lane);
+    return run_width<(N <= 64 ? N - 8 : N - 16)>(b, state, t, warpgroup, warp, lane);
   else
     return false;
 }
@@ -251,24 +269,24 @@ WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& e
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int warpgroup = __shfl_sync(~0u, (int)(warp >> 2), 0);
   Smem& s = b.s;
-  Cursor ring;
-  Cursor ring_task;
+  ConsumerState state;
   if (GATHERED_FIRST) gather_rows(b, plan);
   for (;;) {
-    if (!b.wait(&s.task_full[ring_task.slot], ring_task.phase)) return;
-    const TaskSlot t = s.task[ring_task.slot];
+    const u32 slot = state.task.slot;
+    if (!b.wait(&s.task_full[slot], state.task.phase)) return;
+    const TaskSlot t = s.task[slot];
     __syncwarp();
-    if (lane == 0) barrier_arrive(&s.task_empty[ring_task.slot]);
+    if (lane == 0) barrier_arrive(&s.task_empty[slot]);
     if (t.kind == END) return;
     const bool ok = t.kind == COMBINE ? combine(b, plan, expert_of, t, lane)
-                                      : run_width<WIDTH_CAP>(b, ring, t, ring_task.slot, warpgroup, warp & 3, lane);
+                                      : run_width<WIDTH_CAP>(b, state, t, warpgroup, warp & 3, lane);
     if (!ok) {
       if (lane == 0) b.abort(RING_TIMEOUT);
       return;
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(&s.task_done[ring_task.slot]);
-    ring_task.advance(TASK_RING);
+    if (lane == 0) barrier_arrive(&s.task_done[slot]);
+    state.task.advance(TASK_RING);
   }
 }
 

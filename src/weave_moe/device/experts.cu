@@ -57,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       barrier_init(&s.task_empty[i], CONSUMER_WARPS + 2);  // consumers, activation producer, publisher
       barrier_init(&s.task_done[i], CONSUMER_WARPS);
     }
+    barrier_init(&s.join, CONSUMER_WARPS);
     s.aborted = 0;
     barrier_init_fence();
   }
@@ -105,19 +106,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     });
   } else {
     __syncthreads();
-    if (threadIdx.x == 0) s.totals.groups = claim_plan(p.shared);
+    if (threadIdx.x == 0) s.gather = claim_plan(p.shared);
     __syncthreads();
-    if (s.totals.groups) {
+    bool planned = true;
+    if (s.gather) {
       build_plan(BlockTeam(0, WARPS, 1), shape, p.plan, p.plan_scratch, expert_of);
       __threadfence();  // each thread's part of the plan, before one thread's release
       __syncthreads();
       if (threadIdx.x == 0) publish_plan(p.shared);
-    } else if (threadIdx.x == 0 && !wait_for_plan(p.shared)) {
-      b.abort(PLAN_TIMEOUT);
+    } else {
+      if (threadIdx.x == 0 && !wait_for_plan(p.shared)) b.abort(PLAN_TIMEOUT);
+      __syncthreads();
+      planned = !s.aborted;
     }
     __syncthreads();
-    b.shape_ring(p.plan.totals->width);
-    run_block(b, p.plan, expert_of, ticket, [] {});
+    if (planned) {
+      b.shape_ring(p.plan.totals->width);
+      run_block(b, p.plan, expert_of, ticket, [] {});
+    }
   }
   if (threadIdx.x == WEIGHT_WARP * 32 && arrival >= gridDim.x) b.abort(OVERLAP);
   __syncthreads();

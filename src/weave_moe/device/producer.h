@@ -90,6 +90,11 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
     for (;;) {
       const u32 index = claimer.next(lanes, raw);
       if (index == NONE) break;
+      if (index >= st.tasks) {  // only from another launch's queues
+        b.abort(OVERLAP);
+        ok = false;
+        break;
+      }
       if (lanes.lane() == 0) {
         const TaskSlot t = describe(p, plan, stage, index);
         ok = b.wait(&b.s.task_empty[ring_task.slot], ring_task.phase);
