@@ -379,7 +379,9 @@ def _launch(
     p.hidden, p.intermediate = s.hidden, s.intermediate
     p.chunks_up = -(-s.intermediate // plan.chunk_up)
     p.chunks_down = -(-s.hidden // plan.chunk_down)
-    p.parts_up, p.parts_down = plan.parts_up, plan.parts_down
+    # A K range has at least one stage's columns.
+    p.parts_up = min(plan.parts_up, -(-s.hidden // plan.tile_k))
+    p.parts_down = min(plan.parts_down, -(-s.intermediate // plan.tile_k))
     p.hold_down = int(plan.hold_down)
     p.combine_tokens, p.slice = plan.combine_tokens, plan.slice
     p.combine_slices = -(-s.hidden // plan.slice)

@@ -259,6 +259,7 @@ WEAVE_FN bool combine(const Block& b, const Plan<Index>& plan, const ExpertOf& e
       b.abort(TASK_TIMEOUT);
       return false;
     }
+    __syncwarp();  // a vote orders nothing: this carries each lane's acquire to the lanes that read the rows
     sum_rows(p, token, row, weight, begin, end);
   }
   return true;

@@ -90,10 +90,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const u32 deepest = p.ring_bytes / (W_BYTES + 8 * COLUMN_BYTES) < MAX_RING ? p.ring_bytes / (W_BYTES + 8 * COLUMN_BYTES) : MAX_RING;
     const u32 room = (p.ring_bytes - deepest * W_BYTES) / 4;
     // As many warps as have room for a histogram; the weight producer is not among them.
-    const u32 fit = (room - 2 * MAX_WARPS) / p.experts - 2, warps = fit < CONSUMER_WARPS ? fit : CONSUMER_WARPS;
-    u32* scratch = (u32*)(memory + p.ring_bytes) - plan_scratch(warps, (p.experts + 1) & ~1u);
-    plan.expert_tokens = scratch - p.experts;
-    plan.expert_row = plan.expert_tokens - p.experts;
+    const u32 even = (p.experts + 1) & ~1u;  // keeps the 8-byte words of scratch aligned
+    const u32 fit = (room - 2 * MAX_WARPS) / even - 2, warps = fit < CONSUMER_WARPS ? fit : CONSUMER_WARPS;
+    u32* scratch = (u32*)(memory + p.ring_bytes) - plan_scratch(warps, even);
+    plan.expert_tokens = scratch - even;
+    plan.expert_row = plan.expert_tokens - even;
     const BlockTeam team(0, warps, 1);
     __syncthreads();
     Lookup first;

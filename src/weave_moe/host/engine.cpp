@@ -471,7 +471,8 @@ bool valid_call(const WeaveCall& c) {
   return c.tokens >= 0 && c.hidden > 0 && c.intermediate > 0 && c.experts > 0 && c.experts <= 65534 && c.top_k > 0 &&
          c.tokens <= most && c.top_k <= most && c.hidden <= most && c.intermediate <= most &&
          c.dtype >= WEAVE_BF16 && c.dtype <= WEAVE_FP32 && c.weights_dtype >= WEAVE_BF16 &&
-         c.weights_dtype <= WEAVE_FP32 && c.activation >= WEAVE_SILU && c.activation <= WEAVE_RELU2;
+         c.weights_dtype <= WEAVE_FP32 && c.activation >= WEAVE_SILU && c.activation <= WEAVE_RELU2 &&
+         !(c.interleaved && c.activation == WEAVE_RELU2);
 }
 bool valid_options(const WeaveOptions& o) {
   return o.workers >= 1 && o.workers <= 1 << 20 && o.policy >= (int)COUNTER && o.policy <= (int)WINDOW &&

@@ -139,7 +139,7 @@ def choose_kernel(
         used = local_plan_bytes(slots, experts, cap)
         ring = (shared_bytes - CONTROL_BYTES - used) // 1024 * 1024
         room = ring - _stages(ring, tile_m, tile_k, 8) * tile_m * tile_k * 2
-        if used > shared_bytes // 6 or room < 4 * (2 * 16 + 2 + 3 * experts):
+        if used > shared_bytes // 6 or room < 4 * (2 * 16 + 3 * (experts + 1)):
             local = False
             ring = (shared_bytes - CONTROL_BYTES) // 1024 * 1024
             reasons.append("the plan does not fit beside the ring: the first block makes it")
