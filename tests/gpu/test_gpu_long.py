@@ -1,0 +1,211 @@
+"""The longer list: `pytest tests/gpu -m gpu_long`. Minutes, not seconds.
+
+A planted bug is one line of device code taken away. Of each it says what catches it: where that
+depends on time, on who runs when, it is luck, and the test is marked so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu_cases import (
+    POLICIES,
+    ROUTINGS,
+    SMALL,
+    check,
+    expect,
+    make,
+    poison_scratch,
+    same_bits,
+    shape,
+    skewed,
+)
+from gpu_hog import held
+
+import weave_moe
+from weave_moe.runtime import kernel
+
+pytestmark = pytest.mark.gpu_long
+
+TOKENS = (1, 3, 12, 40, 200, 1100)
+expect(SMALL, TOKENS)
+
+
+def test_twenty_thousand_launches_among_neighbours(gpu: torch.device) -> None:
+    cases = [make(SMALL, tokens, routing=routing) for tokens in TOKENS for routing in ROUTINGS]
+    want = [check(case) for case in cases]
+    outs = [torch.empty_like(value) for value in want]
+    sms = torch.cuda.get_device_properties(gpu).multi_processor_count
+    stream = torch.cuda.Stream(gpu)
+    chance = random.Random(0)
+    wrong = torch.zeros((), dtype=torch.int64, device=gpu)
+    torch.cuda.synchronize()
+
+    def launch(i: int, policy: str) -> None:
+        with torch.cuda.stream(stream):
+            outs[i].fill_(float("nan"))
+            cases[i].run(policy=policy, out=outs[i])
+            wrong.add_((outs[i] != want[i]).any())
+
+    for policy in POLICIES:
+        for i in range(len(cases)):
+            launch(i, policy)
+    torch.cuda.synchronize()
+    done = 0
+    while done < 20_000:
+        with held(chance.choice([0, 0, chance.randrange(sms), sms - 1]), gpu):
+            for _ in range(100):
+                launch(chance.randrange(len(cases)), chance.choice(POLICIES))
+                done += 1
+            stream.synchronize()
+        assert int(wrong) == 0, done
+    weave_moe.check()
+
+
+def test_a_thousand_replays(gpu: torch.device) -> None:
+    for tokens in TOKENS:
+        cases = [make(SMALL, tokens, seed=seed, routing=skewed) for seed in range(8)]
+        want = [check(case) for case in cases]
+        static = cases[0].with_(
+            **{
+                n: t.clone()
+                for n, t in zip(
+                    ("x", "weights", "ids"),
+                    (cases[0].args[0], cases[0].args[3], cases[0].args[4]),
+                    strict=True,
+                )
+            }
+        )
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = static.run()
+        wrong = torch.zeros((), dtype=torch.int64, device=gpu)
+        for i in range(1000):
+            for at in (0, 3, 4):
+                static.args[at].copy_(cases[i % 8].args[at])
+            out.fill_(float("nan"))
+            graph.replay()
+            wrong.add_((out != want[i % 8]).any())
+        assert int(wrong) == 0, tokens
+
+
+Patch = Callable[[dict[str, str]], None]
+
+
+def without(file: str, text: str, instead: str = "") -> Patch:
+    """Replaces every occurrence of `text`, which must be there."""
+
+    def patch(sources: dict[str, str]) -> None:
+        assert text in sources[file], f"{file} no longer has {text!r}"
+        sources[file] = sources[file].replace(text, instead)
+
+    return patch
+
+
+COUNTER_NOT_RESET = without(
+    "scheduler.h",
+    "store_relaxed(&s.down_done[i], 0u)",
+    "(void)0",
+)
+GATE_UP_NOT_AWAITED = without(
+    "producer.h",
+    "up_target(t.tokens, up ? 0 : b.p.chunks_up)",
+    "0",
+)
+RELAXED_PUBLICATION = without(
+    "memory.h",
+    "red.release.gpu",
+    "red.relaxed.gpu",
+)
+NO_FENCE_FOR_COPIES = without("consumer.h", "fence_async_proxy_shared();", ";")
+NO_FENCE_FOR_ROWS = without(
+    "producer.h", "fence_async_proxy();  // the rows were ordinary stores", ""
+)
+NO_FENCE_OF_WRITERS = without("consumer.h", "fence_async_proxy();", ";")
+
+
+def stress(gpu: torch.device, patch: pytest.MonkeyPatch, plant: Patch | None) -> int:
+    """Launches that gave a wrong result or gave up, of 2,000 with the bug planted."""
+    from weave_moe.backends import cuda
+
+    sources = dict(kernel.device_sources())
+    if plant is not None:
+        plant(sources)
+    text = repr(sorted(sources.items()))
+    cases = [
+        make(s, tokens, routing=skewed)
+        for s in (SMALL, shape(2048, 192, 64, 8))
+        for tokens in (3, 40, 200, 1100)
+    ]
+    want = [check(case) for case in cases]
+    torch.cuda.synchronize()
+    # Own kernels, own buffers: nothing of the broken kernel is left when the test ends.
+    patch.setattr(kernel, "device_sources", lambda: sources)
+    patch.setattr(kernel, "_source_hash", lambda: text)
+    patch.setattr(kernel, "_kernels", {})
+    patch.setattr(cuda, "_prepared", set())
+    patch.setattr(cuda, "_pools", {})
+    bad = 0
+    stream = torch.cuda.Stream(gpu)
+    with torch.cuda.stream(stream):
+        for round_ in range(250):
+            for i, case in enumerate(cases):
+                if round_ % 10 == 0:
+                    # What a launch reads too early, or of the launch before, is NaN.
+                    poison_scratch()
+                try:
+                    out = case.run(policy=("steal", "counter")[round_ % 2])
+                    bad += not same_bits(out, want[i])
+                    stream.synchronize()
+                    weave_moe.check()
+                except weave_moe.KernelError:
+                    bad += 1
+            if plant is not None and bad > 20:
+                break
+    return bad
+
+
+def test_the_stress_finds_nothing_where_nothing_is_planted(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stress(gpu, monkeypatch, None) == 0
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(COUNTER_NOT_RESET, id="counter-not-reset"),
+        pytest.param(GATE_UP_NOT_AWAITED, id="gate-up-not-awaited"),
+    ],
+)
+def test_bugs_that_are_caught(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, plant: Patch
+) -> None:
+    caught = stress(gpu, monkeypatch, plant)
+    print(f"caught in {caught} launches")
+    assert caught > 0
+
+
+LUCK = "the hardware may order what the code does not: caught, if at all, by luck"
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(RELAXED_PUBLICATION, id="relaxed-publication"),
+        pytest.param(NO_FENCE_FOR_COPIES, id="no-fence-for-copies"),
+        pytest.param(NO_FENCE_FOR_ROWS, id="no-fence-for-rows"),
+        pytest.param(NO_FENCE_OF_WRITERS, id="no-fence-of-writers"),
+    ],
+)
+def test_bugs_that_luck_may_catch(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, plant: Patch
+) -> None:
+    caught = stress(gpu, monkeypatch, plant)
+    print(f"caught in {caught} launches")
+    if not caught:
+        pytest.xfail(LUCK)

@@ -1,0 +1,202 @@
+"""Launches that cannot end well: they end, they say so, and the next call is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_cases import (
+    SMALL,
+    Case,
+    assert_right,
+    check,
+    expect,
+    make,
+    poison_scratch,
+    same_bits,
+    shape,
+)
+
+import weave_moe
+from weave_moe import KernelError
+
+pytestmark = pytest.mark.gpu
+
+# One token whose gate_up takes far longer than the first look at its result.
+SLOW = shape(4096, 2048, 4, 1)
+expect(SLOW, [1])
+expect(SMALL, [12, 40, 1100])
+
+
+def impatient() -> weave_moe.Workspace:
+    """A workspace whose launches look once at what they wait for."""
+    workspace = weave_moe.Workspace()
+    workspace._spin_limit = 1  # type: ignore[attr-defined]
+    return workspace
+
+
+def gives_up(case: Case, workspace: weave_moe.Workspace) -> torch.Tensor:
+    out = torch.ones_like(case.args[0])
+    case.run(workspace=workspace, out=out)
+    torch.cuda.synchronize()
+    return out
+
+
+def test_a_launch_that_gives_up(gpu: torch.device) -> None:
+    case = make(SLOW, 1)
+    want = check(case)
+    weave_moe.check()
+    workspace = impatient()
+    out = gives_up(case, workspace)
+    assert bool(out.isnan().all())
+    with pytest.raises(KernelError, match="waited too long"):
+        weave_moe.check()
+    weave_moe.check()  # said once
+    workspace._spin_limit = 8_000_000  # type: ignore[attr-defined]
+    for _ in range(3):
+        assert same_bits(case.run(workspace=workspace), want)
+        assert same_bits(case.run(), want)
+    torch.cuda.synchronize()
+    weave_moe.check()
+
+
+def test_the_next_call_says_so_too(gpu: torch.device) -> None:
+    case = make(SLOW, 1)
+    want = check(case)
+    gives_up(case, impatient())
+    with pytest.raises(KernelError, match="gave up"):
+        case.run()
+    assert same_bits(case.run(), want)
+
+
+@pytest.mark.parametrize("tokens", [40, 1100])
+def test_impatient_launches_of_any_size_are_right_or_nan(gpu: torch.device, tokens: int) -> None:
+    # Whether a wait is lost depends on time here: with luck, none is.
+    case = make(SMALL, tokens)
+    want = check(case)
+    for _ in range(10):
+        out = gives_up(case, impatient())
+        try:
+            weave_moe.check()
+        except KernelError:
+            assert bool(out.isnan().all())
+        else:
+            assert same_bits(out, want)
+        assert same_bits(case.run(), want)
+
+
+def test_launches_behind_one_that_gives_up(gpu: torch.device) -> None:
+    # All are in the stream before the first runs, so the host cannot reset anything between them.
+    slow, small = make(SLOW, 1), make(SMALL, 1100)
+    want = check(small)
+    workspace = impatient()
+    gives_up(slow, workspace)
+    with pytest.raises(KernelError):
+        weave_moe.check()
+    workspace._spin_limit = 8_000_000  # type: ignore[attr-defined]
+    small.run(workspace=workspace)  # buffers
+    torch.cuda.synchronize()
+    poison_scratch()
+    outs = [torch.ones_like(want) for _ in range(4)]
+    torch.cuda._sleep(50_000_000)
+    workspace._spin_limit = 1  # type: ignore[attr-defined]
+    slow.run(workspace=workspace)
+    workspace._spin_limit = 8_000_000  # type: ignore[attr-defined]
+    for out in outs:
+        small.run(workspace=workspace, out=out)
+    torch.cuda.synchronize()
+    with pytest.raises(KernelError):
+        weave_moe.check()
+    for out in outs:
+        right = same_bits(out, want)
+        assert right or bool(out.isnan().all()), "neither right nor NaN"
+    assert same_bits(small.run(workspace=workspace), want)
+
+
+@pytest.mark.parametrize("tokens", [40, 1100])
+def test_two_launches_in_one_workspace_are_detected(gpu: torch.device, tokens: int) -> None:
+    case = make(SMALL, tokens)
+    want = check(case)
+    workspace = weave_moe.Workspace()
+    workspace._spin_limit = 200_000  # type: ignore[attr-defined]  # tenths of a second, not seconds
+    case.run(workspace=workspace)
+    streams = [torch.cuda.Stream(gpu) for _ in range(2)]
+    torch.cuda.synchronize()
+    weave_moe.check()
+    detected = 0
+    for _ in range(20):
+        outs = [torch.ones_like(want) for _ in range(4)]
+        torch.cuda.synchronize()
+        error = None
+        try:
+            for i, out in enumerate(outs):
+                with torch.cuda.stream(streams[i % 2]):
+                    case.run(workspace=workspace, out=out)
+            torch.cuda.synchronize()
+            weave_moe.check()
+        except KernelError as caught:
+            error = caught
+        torch.cuda.synchronize()
+        if error is None:
+            for out in outs:
+                assert same_bits(out, want), "wrong, and nothing said so"
+        else:
+            detected += 1
+            try:  # launches that ran on after the error was raised
+                weave_moe.check()
+            except KernelError:
+                detected += 1
+        assert same_bits(case.run(workspace=workspace), want)
+        torch.cuda.synchronize()
+        weave_moe.check()
+    print(f"overlaps detected: {detected} in 20 rounds")
+
+
+def test_an_error_does_not_reach_a_graph(gpu: torch.device) -> None:
+    case = make(SMALL, 40)
+    want = check(case)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = case.run()
+    gives_up(make(SLOW, 1), impatient())
+    out.fill_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(out, want)
+    with pytest.raises(KernelError):
+        weave_moe.check()
+    out.fill_(1)
+    graph.replay()
+    assert_right(out, case)
+
+
+def test_a_workspace_in_a_graph_and_eagerly(gpu: torch.device) -> None:
+    workspace = weave_moe.Workspace()
+    case = make(SMALL, 12)
+    want = case.run(workspace=workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.run(workspace=workspace)
+    large = make(SMALL, 1100)
+    for _ in range(3):
+        assert_right(large.run(workspace=workspace), large)  # outgrows what the graph may use
+        torch.cuda.empty_cache()
+        junk = torch.full((1 << 26,), 255, dtype=torch.uint8, device=gpu)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        del junk
+        assert same_bits(out, want)
+
+
+def test_a_workspace_first_used_in_a_graph(gpu: torch.device) -> None:
+    workspace = weave_moe.Workspace()
+    case = make(SMALL, 12)
+    want = case.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.run(workspace=workspace)
+    # Nothing of the graph has run yet, its zeroing of the counters included.
+    assert same_bits(case.run(workspace=workspace), want)
+    graph.replay()
+    assert same_bits(out, want)
