@@ -1,0 +1,566 @@
+"""The CUDA backend's own logic, without a GPU: what it refuses, and what it hands to a launch.
+
+Launches are recorded in place of being run, with CPU tensors for device memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import types
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import weave_moe
+from generators import ROUTINGS, Case, experts_case, generator
+from weave_moe.backends import cuda
+from weave_moe.reference import local_experts
+from weave_moe.runtime import buffers, driver, kernel
+from weave_moe.runtime.buffers import BufferPool, Buffers, Needs, needs_of
+from weave_moe.schedule import build_plan
+from weave_moe.schedule.granularity import CONTROL_BYTES, SHARED_BYTES, choose_kernel
+from weave_moe.shapes import LayerShape
+
+H200 = cuda._Device(0, 132, SHARED_BYTES, (9, 0), "NVIDIA H200")
+
+
+def bf16_case(tokens: int = 5, **options: Any) -> Case:
+    options = {"hidden": 64, "intermediate": 64, "dtype": torch.bfloat16, **options}
+    return experts_case(tokens, **options)
+
+
+class TestUnavailable:
+    """Reasons are words for the user: they name the argument, the value and what is allowed."""
+
+    @pytest.mark.parametrize(
+        ("case", "reason"),
+        [
+            (bf16_case(dtype=torch.float32), "float32; the kernel takes bfloat16 and float16"),
+            (bf16_case(activation="relu2"), "'relu2' is not gated"),
+            (bf16_case(interleaved=True), "interleaved"),
+            (bf16_case(weight_on_input=True), "weight_on_input"),
+            (bf16_case(hidden=60), "hidden is 60"),
+            (bf16_case(intermediate=36), "intermediate is 36"),
+            (bf16_case(hidden=8, intermediate=8, experts=1025), "1025 experts; at most 1,024"),
+            (bf16_case(top_k=17), "top_k is 17; at most 16"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_what_the_kernel_does_not_do(self, case: Case, reason: str) -> None:
+        found = cuda.BACKEND._unsupported(case.call())
+        assert found is not None
+        assert reason in found
+
+    @pytest.mark.parametrize(
+        "case",
+        [
+            bf16_case(),
+            bf16_case(dtype=torch.float16, activation="gelu", biases=True),
+            bf16_case(activation="swiglu_oai", valid=3, mapped=True, id_dtype=torch.int64),
+            bf16_case(hidden=8, intermediate=8, experts=1024, top_k=16),
+            bf16_case(hidden=2880, intermediate=176, experts=1),
+        ],
+        ids=repr,
+    )
+    def test_what_it_does(self, case: Case) -> None:
+        assert cuda.BACKEND._unsupported(case.call()) is None
+
+    def test_weights_that_tma_cannot_read(self) -> None:
+        case = bf16_case()
+        for name in ("w13", "w2"):
+            weight: Tensor = getattr(case, name)
+            padded = torch.zeros(*weight.shape[:2], weight.size(2) + 8, dtype=weight.dtype)
+            found = cuda.BACKEND._unsupported(
+                case.with_(**{name: padded[..., : weight.size(2)]}).call()
+            )
+            assert found is not None
+            assert name in found
+            flat = torch.zeros(weight.numel() + 8, dtype=weight.dtype)
+            shift = next(i for i in range(1, 8) if (flat.data_ptr() + 2 * i) % 16)
+            moved = flat[shift : shift + weight.numel()].view(weight.shape)
+            found = cuda.BACKEND._unsupported(case.with_(**{name: moved}).call())
+            assert found is not None
+            assert name in found
+            assert "16 bytes" in found
+
+    def test_tensors_elsewhere(self) -> None:
+        assert cuda.BACKEND.unavailable(bf16_case().call()) == "x is on cpu, not on a GPU"
+
+    @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+    def test_other_gpus_are_named(
+        self, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        other = cuda._Device(0, 108, 166_912, capability, "Some GPU")
+        monkeypatch.setattr(cuda, "_device", lambda index: other)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        call: Any = types.SimpleNamespace(device=torch.device("cuda", 0))
+        found = cuda.BACKEND.unavailable(call)
+        assert found is not None
+        assert "Some GPU" in found
+        assert f"{capability[0]}.{capability[1]}" in found
+        assert "9.0" in found
+        assert "H100" in found
+
+    def test_a_torch_without_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.version, "cuda", None)
+        call: Any = types.SimpleNamespace(device=torch.device("cuda", 0))
+        assert cuda.BACKEND.unavailable(call) == "this torch was built without CUDA"
+
+
+@dataclass
+class Launched:
+    """One launch, recorded."""
+
+    blocks: int
+    p: kernel.Launch
+    maps: bytes
+    config: kernel.KernelConfig
+
+
+class Recorder:
+    """Stands where driver and device are: calls of the backend end up in `launches`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.launches: list[Launched] = []
+        self.maps: list[tuple[Any, ...]] = []
+        self.compiled: list[kernel.KernelConfig] = []
+        self.capturing: int | None = None
+        self.config: kernel.KernelConfig | None = None
+        recorder = self
+
+        class FakeKernel:
+            def __init__(self, config: kernel.KernelConfig) -> None:
+                self.config = config
+
+            def prepare(self, device: int) -> None:
+                pass
+
+            def launch(self, blocks: int, stream: int, maps: Any, p: Any) -> None:
+                copy = kernel.Launch()
+                ctypes.memmove(ctypes.byref(copy), ctypes.byref(p), ctypes.sizeof(p))
+                recorder.launches.append(Launched(blocks, copy, bytes(maps), self.config))
+
+        def kernel_for(config: kernel.KernelConfig, shared: int) -> FakeKernel:
+            recorder.compiled.append(config)
+            return FakeKernel(config)
+
+        def encode(pointer: int, dtype: str, dims: Any, strides: Any, box: Any) -> bytes:
+            recorder.maps.append((pointer, dtype, tuple(dims), tuple(strides), tuple(box)))
+            return len(recorder.maps).to_bytes(driver.TENSOR_MAP_BYTES, "little")
+
+        def capture(stream: int) -> int | None:
+            return recorder.capturing
+
+        patch.setattr(cuda, "_device", lambda index: H200)
+        patch.setattr(cuda, "_prepared", set())
+        patch.setattr(cuda, "_weight_maps", {})
+        patch.setattr(cuda, "kernel_for", kernel_for)
+        for module in (cuda, buffers):
+            patch.setattr(module, "encode_tensor_map", encode)
+            patch.setattr(module, "capture_id", capture)
+        patch.setattr(
+            torch.cuda,
+            "current_stream",
+            lambda device=None: types.SimpleNamespace(cuda_stream=7),
+        )
+        self.pool = BufferPool.__new__(BufferPool)
+        self.pool.device = torch.device("cpu")
+        self.pool.error = torch.zeros(1, dtype=torch.int32)
+        self.pool._eager, self.pool._capture = {}, {}
+        self.pool._all = weakref.WeakSet()
+        patch.setattr(cuda, "_pool", lambda device: self.pool)
+
+    def run(self, case: Case) -> list[Launched]:
+        """The launches of a call."""
+        self.launches.clear()
+        cuda._run(case.call())
+        return list(self.launches)
+
+    @property
+    def buffers(self) -> Buffers:
+        """What the last call used."""
+        return self.pool.get(7)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def shared_recorder() -> Iterator[Recorder]:
+    """For properties, whose examples may share one."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield Recorder(patch)
+
+
+def span(tensor: Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_no_routing_outgrows_a_launchs_buffers(
+    data: st.DataObject, shared_recorder: Recorder
+) -> None:
+    recorder = shared_recorder
+    experts = data.draw(st.one_of(st.integers(1, 12), st.sampled_from([64, 600, 1024])), "experts")
+    top_k = data.draw(st.integers(1, 8), "top_k")
+    tokens = data.draw(st.one_of(st.integers(1, 60), st.sampled_from([130, 600])), "tokens")
+    case = bf16_case(
+        tokens,
+        hidden=8 * data.draw(st.integers(1, 20), "H / 8"),
+        intermediate=8 * data.draw(st.integers(1, 20), "I / 8"),
+        experts=experts,
+        top_k=top_k,
+        dtype=data.draw(st.sampled_from([torch.bfloat16, torch.float16])),
+        routing=data.draw(st.sampled_from(sorted(ROUTINGS)), "routing"),
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    (launch,) = recorder.run(case)
+    p, config, held = launch.p, launch.config, recorder.buffers
+    # What the device will plan.
+    chosen = local_experts(case.call()).flatten().tolist()
+    plan, rows = build_plan(chosen, experts, config.width_cap)
+    last_row = max((g.row + g.width for g in plan.groups), default=0)
+
+    # Data: every group's whole width, and TMA's boxes, which may reach one more.
+    hidden, inter = p.hidden, p.intermediate
+    fits(held.h, p.h, 2 * last_row * inter)
+    fits(held.rows, p.rows, (2 if config.dtype == "bfloat16" else 4) * last_row * hidden)
+    if config.gathered_first:
+        fits(held.gathered, p.gathered, 2 * last_row * hidden)
+
+    # Counters: one after the other, in 8-byte words where they are, nothing twice.
+    shared = p.shared
+    assert shared.max_groups >= len(plan.groups)
+    tiles_up, tiles_down = len(plan.groups) * p.chunks_up, len(plan.groups) * p.chunks_down
+    parts = ((tiles_up, shared.up_parts), (tiles_down, shared.down_parts))
+    disjoint(
+        held.counters,
+        (shared.control, 64, 8),
+        (shared.queue, 3 * 8 * shared.workers, 8),
+        (shared.up_done, 4 * shared.max_groups, 4),
+        (shared.down_done, 4 * experts, 4),
+        *((at, 4 * tiles, 4) for tiles, at in parts if config.split_k),
+    )
+    if config.split_k:
+        blocks = tiles_up * p.parts_up + tiles_down * p.parts_down
+        fits(held.sums, p.sums, 4 * blocks * config.tile_m * config.width_cap)
+
+    if config.local_plan:
+        used = CONTROL_BYTES + p.ring_bytes
+        used += 16 * shared.max_groups + 4 * (experts + 1) + 2 * (len(chosen) + plan.rows)
+        assert used <= SHARED_BYTES
+    else:
+        disjoint(
+            held.plan,
+            (p.plan.groups, 16 * len(plan.groups), 4),
+            (p.plan.expert_group, 4 * (experts + 1), 4),
+            (p.plan.expert_row, 4 * experts, 4),
+            (p.plan.expert_tokens, 4 * experts, 4),
+            (p.plan.row_slot, 4 * len(rows.row_slot), 4),
+            (p.plan.slot_row, 4 * len(chosen), 4),
+            (p.plan.totals, 12, 4),
+            # A histogram for each of a block's warps, and the sums of up to 16.
+            (p.plan_scratch, 4 * (32 + 12 * experts), 8),
+        )
+
+
+def fits(buffer: Tensor, pointer: int | None, size: int) -> None:
+    """`size` bytes at `pointer` lie in the buffer, aligned for TMA."""
+    assert pointer == buffer.data_ptr()
+    assert size <= buffer.numel()
+
+
+def disjoint(buffer: Tensor, *parts: tuple[int, int, int]) -> None:
+    """Parts (address, bytes, alignment) lie in the buffer, aligned, in order, none overlapping."""
+    end = buffer.data_ptr()
+    for address, size, alignment in parts:
+        assert address >= end
+        assert address % alignment == 0
+        end = address + size
+    assert end <= buffer.data_ptr() + buffer.numel()
+
+
+def test_a_launch_has_a_block_for_each_multiprocessor(recorder: Recorder) -> None:
+    (launch,) = recorder.run(bf16_case())
+    assert launch.blocks == launch.p.shared.workers == 132
+
+
+def test_parameters_come_from_the_call(recorder: Recorder) -> None:
+    case = bf16_case(
+        5, biases=True, valid=3, mapped=True, id_dtype=torch.int64, activation="swiglu_oai"
+    )
+    call = case.call()
+    recorder.launches.clear()
+    out = cuda._run(call)
+    p = recorder.launches[0].p
+    for name, tensor in (
+        *(("x", call.x), ("ids", call.topk_ids), ("weights", call.topk_weights)),
+        *(("valid", call.num_valid_tokens), ("expert_map", call.expert_map)),
+        *(("b13", call.b13), ("b2", call.b2), ("out", out)),
+    ):
+        assert tensor is not None
+        assert getattr(p, name) == tensor.data_ptr(), name
+    assert (p.tokens, p.top_k, p.experts, p.experts_global) == (5, 2, 4, 8)
+    assert (p.ids_wide, p.valid_wide, p.weights_kind) == (1, 0, 0)
+    assert (p.alpha, p.limit, p.up_offset) == (pytest.approx(1.702), 7.0, 1.0)
+    plain = recorder.run(bf16_case(5))[0].p
+    assert plain.valid is plain.expert_map is plain.b13 is plain.b2 is None
+    assert (plain.ids_wide, plain.alpha, plain.up_offset) == (0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", 0), ("bfloat16", 1), ("float16", 2)])
+def test_types_of_weights_have_numbers(recorder: Recorder, dtype: str, kind: int) -> None:
+    case = bf16_case(weight_dtype=getattr(torch, dtype))
+    assert recorder.run(case)[0].p.weights_kind == kind
+
+
+@pytest.mark.parametrize("policy", [p for p in weave_moe.POLICIES if p != "auto"])
+def test_policies_have_the_numbers_of_the_core(recorder: Recorder, policy: str) -> None:
+    from weave_moe.schedule import POLICY_CODES
+
+    p = recorder.run(bf16_case().with_(policy=policy))[0].p
+    assert p.knobs.policy == POLICY_CODES[policy]
+
+
+def test_slabs_follow_each_other_through_every_tensor(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "SLAB_TOKENS", 16)
+    case = bf16_case(37, valid=20, id_dtype=torch.int64, weight_dtype=torch.float16)
+    launches = recorder.run(case)
+    assert [launch.p.tokens for launch in launches] == [16, 16, 5]
+    assert [launch.p.valid_offset for launch in launches] == [0, 16, 32]
+    first = launches[0].p
+    for number, launch in enumerate(launches):
+        p = launch.p
+        assert p.x - first.x == p.out - first.out == number * 16 * 64 * 2
+        assert p.ids - first.ids == number * 16 * 2 * 8
+        assert p.weights - first.weights == number * 16 * 2 * 2
+        assert p.valid == first.valid
+
+
+@pytest.mark.parametrize("name", ["x", "out"])
+def test_rows_that_do_not_start_at_16_bytes(recorder: Recorder, name: str) -> None:
+    # Views are contiguous and may start anywhere; the kernel copies 16 bytes at a time.
+    case = bf16_case()
+    flat = torch.zeros(case.x.numel() + 8, dtype=case.x.dtype)
+    shift = next(i for i in range(1, 8) if (flat.data_ptr() + 2 * i) % 16)
+    moved = flat[shift : shift + case.x.numel()].view(case.x.shape)
+    moved.copy_(case.x)
+    call = case.with_(**{name: moved})
+    if cuda.BACKEND._unsupported(call.call()) is None:
+        p = recorder.run(call)[0].p
+        assert p.x % 16 == 0
+        assert p.out % 16 == 0
+
+
+class TestMaps:
+    """Tensor maps are made once for a place, and again when anything of it changes."""
+
+    def test_equal_calls_share_them(self, recorder: Recorder) -> None:
+        case = bf16_case()
+        recorder.run(case)
+        made = len(recorder.maps)
+        assert made > 2
+        recorder.run(case)
+        assert len(recorder.maps) == made
+
+    def test_moved_weights_get_their_own(self, recorder: Recorder) -> None:
+        case = bf16_case()
+        (before,) = recorder.run(case)
+        for name in ("w13", "w2"):
+            moved = case.with_(**{name: getattr(case, name).clone()})
+            (after,) = recorder.run(moved)
+            assert recorder.maps[-1][0] == moved.w2.data_ptr() or name == "w13"
+            assert after.maps[:256] != before.maps[:256]
+
+    def test_other_sizes_at_the_same_place_get_their_own(self, recorder: Recorder) -> None:
+        def weights_of_maps(case: Case) -> bytes:
+            return recorder.run(case)[0].maps[:256]
+
+        one = bf16_case(hidden=64, intermediate=128, experts=2)
+        # The same memory, read as another layer.
+        other = bf16_case(hidden=128, intermediate=64, experts=2)
+        w13 = one.w13.view(2, 128, 128)
+        w2 = one.w2.view(2, 128, 64)
+        assert weights_of_maps(one) != weights_of_maps(other.with_(w13=w13, w2=w2))
+        half = one.with_(
+            w13=one.w13.view(torch.float16),
+            w2=one.w2.view(torch.float16),
+            x=one.x.to(torch.float16),
+        )
+        assert weights_of_maps(one) != weights_of_maps(half)
+
+    def test_rows_in_buffers_that_grew_get_their_own(self, recorder: Recorder) -> None:
+        small, large = bf16_case(3), bf16_case(500)
+        recorder.run(small)
+        old = recorder.buffers.h.data_ptr(), recorder.buffers.h
+        recorder.run(large)
+        assert recorder.buffers.h.data_ptr() != old[0]
+        recorder.run(small)
+        assert any(m[0] == recorder.buffers.h.data_ptr() for m in recorder.maps)
+
+    @pytest.mark.parametrize("sizes", [(64, 64), (72, 64), (64, 72), (8, 8), (2880, 176)])
+    def test_they_stay_within_their_tensors(
+        self, recorder: Recorder, sizes: tuple[int, int]
+    ) -> None:
+        case = bf16_case(40, hidden=sizes[0], intermediate=sizes[1], experts=3)
+        recorder.run(case)
+        held = recorder.buffers
+        tensors = (case.w13, case.w2, held.h, held.gathered)
+        assert recorder.maps
+        for pointer, _, dims, strides, box in recorder.maps:
+            tensor = next(t for t in tensors if t.data_ptr() == pointer)
+            last = sum((d - 1) * s for d, s in zip(dims, (1, *strides), strict=True))
+            assert 2 * (last + 1) <= tensor.numel() * tensor.element_size()
+            # What the hardware asks of a map.
+            assert all(2 * s % 16 == 0 for s in strides)
+            assert all(1 <= b <= 256 for b in box)
+            assert 2 * box[0] == 128, "the swizzle's width"
+            assert len(dims) == len(box) == len(strides) + 1 <= 5
+
+
+class TestCaptures:
+    """Nothing is compiled in a capture, and a graph's buffers are its own."""
+
+    def test_a_kernel_that_is_not_ready_is_an_error(self, recorder: Recorder) -> None:
+        recorder.capturing = 1
+        with pytest.raises(RuntimeError, match=r"weave_moe\.warmup\(shape, tokens=5\)"):
+            recorder.run(bf16_case(5))
+        assert not recorder.compiled
+        recorder.capturing = None
+        recorder.run(bf16_case(5))
+        recorder.capturing = 2
+        assert len(recorder.run(bf16_case(5))) == 1
+
+    def test_captures_share_no_buffers(self, recorder: Recorder) -> None:
+        case = bf16_case(5)
+        seen = {recorder.run(case)[0].p.shared.control}
+        kept = [recorder.buffers]
+        for capture in (1, 2):
+            recorder.capturing = capture
+            seen.add(recorder.run(case)[0].p.shared.control)
+            kept.append(recorder.buffers)
+            # Several layers of one graph share.
+            assert recorder.run(case)[0].p.shared.control in seen
+        assert len(seen) == 3
+
+    @given(st.data())
+    @settings(max_examples=15)
+    def test_warmup_loads_all_that_calls_will_need(self, data: st.DataObject) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            recorder = Recorder(patch)
+            patch.setattr(torch.cuda, "current_device", lambda: 0)
+            patch.setattr(torch.cuda, "device", lambda index: _nothing())
+            patch.setattr(cuda, "_pools", {0: recorder.pool})
+            shape = LayerShape(
+                64,
+                64,
+                data.draw(st.sampled_from([1, 8, 64, 128, 256, 1024]), "experts"),
+                data.draw(st.integers(1, 16), "top_k"),
+                "bfloat16",
+            )
+            most = data.draw(st.integers(1, 20_000), "tokens")
+            cuda.warmup(shape, most)
+            warm = set(recorder.compiled)
+            some = data.draw(st.lists(st.integers(1, most), min_size=20, max_size=20))
+            for tokens in (*some, most, cuda.SLAB_TOKENS):
+                if tokens > most:
+                    continue
+                plan = cuda.plan_for(shape, tokens)
+                config = kernel.KernelConfig.of(
+                    plan,
+                    dtype="bfloat16",
+                    activation="silu",
+                    clamp=False,
+                    bias=False,
+                    hidden=64,
+                    intermediate=64,
+                )
+                assert config in warm, f"{tokens} of {most} tokens, {shape}"
+
+    def test_warmup_names_options_it_does_not_know(self) -> None:
+        shape = LayerShape(64, 64, 8, 2, "bfloat16")
+        with pytest.raises(TypeError, match="biases"):
+            cuda.warmup(shape, 1, device=0, biases=True)
+
+
+class _nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class TestErrors:
+    """A launch that gave up is said once, and everything starts anew."""
+
+    def test_a_failed_launch(self, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+        recorder.run(bf16_case())
+        held = recorder.buffers
+        held.counters.fill_(255)
+        monkeypatch.setattr(cuda, "_pools", {0: recorder.pool})
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        for code, words in kernel.ERRORS.items():
+            recorder.pool.error[0] = code
+            with pytest.raises(weave_moe.KernelError, match=words):
+                weave_moe.check(0)
+            assert not held.counters.any()
+            weave_moe.check(0)
+
+    def test_in_a_capture_nothing_is_raised(
+        self, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cuda, "_pools", {0: recorder.pool})
+        recorder.pool.error[0] = 3
+        recorder.capturing = 1
+        weave_moe.check(0)
+        recorder.capturing = None
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        with pytest.raises(weave_moe.KernelError):
+            weave_moe.check(0)
+
+    def test_where_nothing_ever_ran_there_is_nothing_to_check(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cuda, "_pools", {})
+        weave_moe.check(3)
+
+
+@given(st.integers(1, 600), st.integers(1, 16), st.integers(1, 1024))
+def test_needs_grow_with_tokens(tokens: int, top_k: int, experts: int) -> None:
+    # Within one kernel: a launch captured for many tokens serves few.
+    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=64)
+
+    def needs(count: int) -> Needs:
+        return needs_of(
+            plan,
+            tokens=count,
+            top_k=top_k,
+            experts=experts,
+            hidden=64,
+            intermediate=64,
+            dtype="bfloat16",
+            workers=132,
+        )
+
+    less, more = needs(max(1, tokens // 2)), needs(tokens)
+    for name in Needs.__dataclass_fields__:
+        assert getattr(less, name) <= getattr(more, name)
+
+
+def test_case_seeds_differ() -> None:
+    # The property above would be worth little if its routings were all one.
+    g = [ROUTINGS["skewed"](generator(seed), 20, 4, 2) for seed in (0, 1)]
+    assert not torch.equal(*g)
