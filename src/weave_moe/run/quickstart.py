@@ -34,7 +34,7 @@ def quickstart_command(text: str, out: Path) -> int:
     if len(ids) < 2:
         raise InputError(f"--text {text}: at least 2 bytes are needed, got {len(ids)}")
     policies = parse_policies("all")
-    options = RunOptions(routing=f"text:{text}", tokens=len(ids), out=out)
+    options = RunOptions(routing=f"text:{text}", out=out)
     reporter = Reporter()
     with one_torch_thread(), reporter.working(10 + 2 * len(policies)) as step:
         step("loading the model")
