@@ -27,7 +27,9 @@ from ..shapes import ExpertsCall, LayerShape, dtype_name
 __all__ = ["BACKEND", "KernelError", "check", "plan_for", "warmup"]
 
 SLAB_TOKENS: Final = 8192
-"""Most tokens of one launch: larger calls run slab by slab in the same buffers."""
+SLAB_BYTES: Final = 2 << 30
+"""Most tokens, and about the most bytes of rows, of one launch: larger calls run slab by slab in
+the same buffers."""
 
 _SPIN_LIMIT: Final = 8_000_000  # about 4 s of polling
 _RING_LIMIT_NS: Final = 20_000_000_000
@@ -138,10 +140,17 @@ def _maps_of_weights(call: ExpertsCall, plan: KernelPlan) -> tuple[bytes, bytes]
     return w13, w2
 
 
+def slab_tokens(shape: LayerShape) -> int:
+    """Most tokens of one launch."""
+    row_size = 2 if shape.dtype == "bfloat16" else 4
+    token = shape.top_k * (shape.hidden * (row_size + 2) + shape.intermediate * 2)
+    return min(SLAB_TOKENS, max(256, SLAB_BYTES // token))
+
+
 def plan_for(shape: LayerShape, tokens: int, device: int = 0) -> KernelPlan:
     """The kernel that a call of `tokens` tokens would get on a GPU; `print` shows the reasons."""
     return choose_kernel(
-        tokens=min(tokens, SLAB_TOKENS),
+        tokens=min(tokens, slab_tokens(shape)),
         top_k=shape.top_k,
         experts=shape.experts,
         hidden=shape.hidden,
@@ -266,8 +275,9 @@ def _ready(call: ExpertsCall, plan: KernelPlan, tokens: int, capturing: bool) ->
     return _Ready(plan, config, kernel)
 
 
-def _buffers_for(call: ExpertsCall, pool: BufferPool, stream: int) -> Buffers:
-    if call.workspace is None:
+def _buffers_for(call: ExpertsCall, pool: BufferPool, stream: int, *, capturing: bool) -> Buffers:
+    # A graph keeps its own: those of a workspace may be replaced by larger ones before a replay.
+    if call.workspace is None or capturing:
         return pool.get(stream)
     held = getattr(call.workspace, "_cuda_buffers", None)
     if held is None:
@@ -288,11 +298,12 @@ def _run(call: ExpertsCall) -> Tensor:
     pool = _pool(call.device)
     stream = torch.cuda.current_stream().cuda_stream
     capturing = capture_id(stream) is not None
-    buffers = _buffers_for(call, pool, stream)
-    for first in range(0, call.num_tokens, SLAB_TOKENS):
-        _launch(
-            call, out, first, min(SLAB_TOKENS, call.num_tokens - first), pool, buffers, capturing
-        )
+    buffers = _buffers_for(call, pool, stream, capturing=capturing)
+    slab = slab_tokens(call.shape)
+    for first in range(0, call.num_tokens, slab):
+        tokens = min(slab, call.num_tokens - first)
+        with buffers.lock:
+            _launch(call, out, first, tokens, pool, buffers, capturing)
     return out
 
 
@@ -398,11 +409,11 @@ def _launch(
     gathered = [bytes(TENSOR_MAP_BYTES)]  # unused
     if plan.gathered_first:
         p.gathered = buffers.gathered.data_ptr()
-        gathered = buffers.row_maps(buffers.gathered, s.hidden, plan, needs.h_rows, s.dtype)
+        gathered = buffers.row_maps(buffers.gathered, s.hidden, plan, s.dtype)
     maps = launch_maps(
         [
             *_maps_of_weights(call, plan),
-            *buffers.row_maps(buffers.h, s.intermediate, plan, needs.h_rows, s.dtype),
+            *buffers.row_maps(buffers.h, s.intermediate, plan, s.dtype),
             *gathered,
         ]
     )
@@ -426,7 +437,7 @@ def warmup(shape: LayerShape, tokens: int, *, device: int | None = None, **optio
     with torch.cuda.device(index):
         _pool(torch.device("cuda", index))
         seen = set()
-        for count in _plan_points(shape, tokens, index):
+        for count in range(1, min(tokens, slab_tokens(shape)) + 1):
             plan = plan_for(shape, count, index)
             config = KernelConfig.of(
                 plan,
@@ -443,11 +454,6 @@ def warmup(shape: LayerShape, tokens: int, *, device: int | None = None, **optio
             seen.add((config, shared))
             kernel_for(config, shared).prepare(index)
             _prepared.add((config, shared, index))
-
-
-def _plan_points(shape: LayerShape, tokens: int, device: int) -> list[int]:
-    """Token counts at which the choice of kernel can change, up to `tokens`."""
-    return list(range(1, min(tokens, 1024) + 1)) + [t for t in (1025, SLAB_TOKENS) if t <= tokens]
 
 
 BACKEND: Final = _Cuda()

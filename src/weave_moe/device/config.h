@@ -52,8 +52,9 @@ struct alignas(16) Smem {
   u64 task_full[TASK_RING], task_empty[TASK_RING], task_done[TASK_RING];
   u64 join;  // consumers, where a tile has several K ranges
   PlanTotals totals;
-  u32 aborted;
-  u32 gather;
+  u32 aborted;  // a role of this block has given up
+  u32 refused;  // this block must not take part: an earlier error, or another launch's workspace
+  u32 gather;   // ticket of the rows to gather; before that, whether this block plans for all
 };
 static_assert(sizeof(Smem) == WEAVE_SMEM_BYTES, "schedule/granularity.py: CONTROL_BYTES");
 
@@ -111,8 +112,9 @@ struct ExpertOf {
   WEAVE_FN ExpertOf(const Launch& p) : p(p) {
     u64 tokens = p.tokens;
     if (p.valid) {
-      const i64 v = (p.valid_wide ? *(const i64*)p.valid : (i64)*(const int*)p.valid) - p.valid_offset;
-      tokens = v < 0 ? 0 : (u64)v < tokens ? (u64)v : tokens;
+      const i64 v = p.valid_wide ? *(const i64*)p.valid : (i64)*(const int*)p.valid;
+      const u64 here = v <= p.valid_offset ? 0 : (u64)(v - p.valid_offset);
+      tokens = here < tokens ? here : tokens;
     }
     valid_slots = (u32)tokens * p.top_k;
   }

@@ -23,16 +23,12 @@ WEAVE_FN void run_block(const Block& b, const Plan<Index>& plan, const ExpertOf&
   }
 }
 
-// Only in a block that gave up. The pause lets its own loads land in its shared memory, and other blocks finish or learn
-// of the error; then the whole output becomes NaN, whatever was written before.
-WEAVE_FN void give_up(const Launch& p) {
-  for (int i = 0; i < 1000; ++i) __nanosleep(1000);
+// One warp, after every block has left: whatever was written becomes NaN, and the host is told.
+WEAVE_FN void report_failure(const Launch& p) {
   const u64 words = (u64)p.tokens * p.hidden / 2;
-  for (u64 i = threadIdx.x; i < words; i += THREADS) ((u32*)p.out)[i] = ~0u;
-  if (threadIdx.x == 0) {
-    *(volatile u32*)p.host_error = load_relaxed(&p.shared.control->error);
-    __threadfence_system();
-  }
+  for (u64 i = threadIdx.x & 31; i < words; i += 32) ((u32*)p.out)[i] = ~0u;
+  __threadfence_system();
+  if ((threadIdx.x & 31) == 0) *(volatile u32*)p.host_error = load_relaxed(&p.shared.control->error);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -58,20 +54,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       barrier_init(&s.task_done[i], CONSUMER_WARPS);
     }
     barrier_init(&s.join, CONSUMER_WARPS);
-    s.aborted = 0;
+    s.aborted = s.refused = 0;
     barrier_init_fence();
   }
   // Everything above may run beside the end of the kernel before this one; nothing below.
   launch_dependents_may_start();
   wait_for_previous_launch();
 
-  u32 arrival = 0;
+  u32 arrival = 0, error = OK;
   u64 ticket = 0;
   if (threadIdx.x == WEIGHT_WARP * 32) {
-    // Neither result is needed before the plan is known. A ticket holds for whatever plan there will be.
+    // No result is needed before the plan is known. A ticket holds for whatever plan there will be.
     arrival = add_relaxed(&p.shared.control->entered, 1u);
+    error = load_relaxed(&p.shared.control->error);
     ticket = add_relaxed(&p.shared.control->tick[0], (u64)1);
   }
+  // Called by the weight producer's first lane before the barrier that ends planning. Behind a failed launch the workspace
+  // is as that one left it; beside another launch it is not ours.
+  const auto refuse = [&] {
+    if (error == OK && arrival < gridDim.x) return;
+    fail(p.shared.control, OVERLAP);  // an earlier error stays
+    s.refused = 1;
+  };
   const ExpertOf expert_of(p);
   const PlanShape shape = {p.tokens * p.top_k, p.experts, (u32)WIDTH_CAP};
 
@@ -99,39 +103,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     Lookup first;
     if (warp < warps) count_tokens(team, shape, plan, scratch, expert_of, first);
+    if (threadIdx.x == WEIGHT_WARP * 32) refuse();
     __syncthreads();
     b.shape_ring(s.totals.width);
-    run_block(b, plan, expert_of, ticket, [&] {
-      if (warp < warps) place_slots(team, shape, plan, scratch, expert_of, first);
-      asm volatile("bar.sync 2, %0;" ::"n"(THREADS - 32) : "memory");  // all but the weight producer
-    });
+    if (!s.refused)
+      run_block(b, plan, expert_of, ticket, [&] {
+        if (warp < warps) place_slots(team, shape, plan, scratch, expert_of, first);
+        asm volatile("bar.sync 2, %0;" ::"n"(THREADS - 32) : "memory");  // all but the weight producer
+      });
   } else {
+    if (threadIdx.x == WEIGHT_WARP * 32) {
+      refuse();
+      s.gather = !s.refused && claim_plan(p.shared);
+    }
     __syncthreads();
-    if (threadIdx.x == 0) s.gather = claim_plan(p.shared);
-    __syncthreads();
-    bool planned = true;
     if (s.gather) {
       build_plan(BlockTeam(0, WARPS, 1), shape, p.plan, p.plan_scratch, expert_of);
       __threadfence();  // each thread's part of the plan, before one thread's release
       __syncthreads();
       if (threadIdx.x == 0) publish_plan(p.shared);
-    } else {
-      if (threadIdx.x == 0 && !wait_for_plan(p.shared)) b.abort(PLAN_TIMEOUT);
-      __syncthreads();
-      planned = !s.aborted;
+    } else if (threadIdx.x == 0 && !s.refused && !wait_for_plan(p.shared)) {
+      b.abort(PLAN_TIMEOUT);
+      s.refused = 1;
     }
     __syncthreads();
-    if (planned) {
+    if (!s.refused) {
       b.shape_ring(p.plan.totals->width);
       run_block(b, p.plan, expert_of, ticket, [] {});
     }
   }
-  if (threadIdx.x == WEIGHT_WARP * 32 && arrival >= gridDim.x) b.abort(OVERLAP);
   __syncthreads();
-  if (s.aborted) give_up(p);
+  if (s.aborted)
+    for (int i = 0; i < 1000; ++i) __nanosleep(1000);  // loads may still be on their way into this shared memory
   if (p.stats && threadIdx.x == 0) {
     p.stats[blockIdx.x * 8] = start;
     p.stats[blockIdx.x * 8 + 1] = nanoseconds();
   }
-  if (warp == 0) leave(p.shared, WarpLanes());
+  if (warp == 0 && leave(p.shared, WarpLanes()) == THE_LAST_OF_A_FAILED_LAUNCH) report_failure(p);
 }

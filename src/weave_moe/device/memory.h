@@ -67,6 +67,7 @@ WEAVE_FN void add_relaxed_unread(u64* p, u64 v) {  // no result, so nothing wait
 WEAVE_FN void add_release(u32* p, u32 v) {
   asm volatile("red.release.gpu.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+WEAVE_FN void or_relaxed(u32* p, u32 v) { asm volatile("red.relaxed.gpu.or.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 WEAVE_FN u32 add_acq_rel(u32* p, u32 v) {
   u32 old;
   asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
@@ -96,6 +97,7 @@ WEAVE_FN u32 add_relaxed(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOM
 WEAVE_FN u64 add_relaxed(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 WEAVE_FN void add_relaxed_unread(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 WEAVE_FN void add_release(u32* p, u32 v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
+WEAVE_FN void or_relaxed(u32* p, u32 v) { __atomic_fetch_or(p, v, __ATOMIC_RELAXED); }
 WEAVE_FN u32 add_acq_rel(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 WEAVE_FN u32 cas_relaxed(u32* p, u32 expected, u32 desired) {
   __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

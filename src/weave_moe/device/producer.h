@@ -104,8 +104,10 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
         }
         // One token: an SM without a second gate_up task would take bandwidth from those that have one, and everybody
         // waits for them. So down weights wait like their activations do, for tiles that running workers hold.
-        if (p.hold_down && stage == DOWN && ok)
+        if (p.hold_down && stage == DOWN && ok) {
           ok = wait_for(p.shared, &p.shared.up_done[t.group], up_target(t.tokens, p.chunks_up), TASK_TIMEOUT);
+          if (!ok) b.abort(TASK_TIMEOUT);
+        }
         // The next claim is in flight during the last loads of this task.
         const u32 claim_at = t.steps > 3 ? t.steps - 3 : 0;
         for (u32 k = 0; k < t.steps && ok; ++k) {

@@ -37,7 +37,12 @@ struct Shared {
   u32 spin_limit;   // iterations of any wait
 };
 
-WEAVE_FN void fail(Control* c, u32 error) { cas_relaxed(&c->error, OK, error); }
+// Besides the error, which stays, `left` is marked, so that the last worker of this launch learns of it at no cost.
+constexpr u32 LEFT_FAILED = 1u << 31;
+WEAVE_FN void fail(Control* c, u32 error) {
+  cas_relaxed(&c->error, OK, error);
+  or_relaxed(&c->left, LEFT_FAILED);
+}
 WEAVE_FN bool failed(const Control* c) { return load_relaxed(&c->error) != OK; }
 
 // Every wait: until *counter >= target (acquire), an error elsewhere, or the limit, which is an error itself.
@@ -85,21 +90,26 @@ WEAVE_FN bool finish_part(const Shared& s, u32 stage, u32 tile, u32 parts) {
 
 // A worker's departure: it will not touch the shared state again. The last one out restores the initial state, so that
 // a replayed launch needs nothing from the host. Acquire and release: the resets follow every other worker's last access.
+// Returns what the caller was: every write of the launch happened before the last one's return.
+enum Departure : u32 { NOT_THE_LAST, THE_LAST, THE_LAST_OF_A_FAILED_LAUNCH };
 template <class Lanes>
-WEAVE_FN void leave(const Shared& s, const Lanes& lanes) {
+WEAVE_FN Departure leave(const Shared& s, const Lanes& lanes) {
   u32 before = 0;
   if (lanes.lane() == 0) before = add_acq_rel(&s.control->left, 1u);
-  if (lanes.first(before) != s.workers - 1) return;
+  before = lanes.first(before);
+  if ((before & ~LEFT_FAILED) != s.workers - 1) return NOT_THE_LAST;
+  const Departure last = before & LEFT_FAILED ? THE_LAST_OF_A_FAILED_LAUNCH : THE_LAST;
   lanes.sync_warp();  // a shuffle orders nothing: this carries lane 0's acquire to the lanes that reset
   for (u32 i = lanes.lane(); i < s.max_groups; i += lanes.lanes()) store_relaxed(&s.up_done[i], 0u);
   for (u32 i = lanes.lane(); i < s.experts; i += lanes.lanes()) store_relaxed(&s.down_done[i], 0u);
-  if (lanes.lane() != 0) return;
+  if (lanes.lane() != 0) return last;
   for (u32 i = 0; i < STAGES; ++i) store_relaxed(&s.control->tick[i], (u64)0);
   store_relaxed(&s.control->gather, 0u);
   store_relaxed(&s.control->plan, (u32)PLAN_NONE);
   store_relaxed(&s.control->entered, 0u);
   store_relaxed(&s.control->left, 0u);
   store_relaxed(&s.control->epoch, s.control->epoch + 1);
+  return last;
 }
 
 }  // namespace weave

@@ -6,6 +6,7 @@ the graph's pool, and the zeroing of the counters is recorded in the graph.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Final
@@ -100,57 +101,65 @@ def needs_of(
 
 
 class Buffers:
-    """The memory that one launch at a time may use, and the tensor maps into it."""
+    """The memory that one launch at a time may use, and the tensor maps into it.
 
-    def __init__(self, device: torch.device) -> None:
+    lock: held from `fit` until the launch, so that no other thread replaces memory in between.
+    """
+
+    def __init__(self, device: torch.device, *, captured: bool = False) -> None:
         self.device = device
+        self.lock = threading.Lock()
+        self._captured = captured
         self.counters: Tensor = torch.empty(0, dtype=torch.uint8, device=device)
         self.h = self.rows = self.gathered = self.plan = self.sums = self.counters
         self._maps: dict[tuple[int, ...], list[bytes]] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}
 
     def fit(self, needs: Needs) -> None:
-        """Grows what is too small. Counters are zeroed when new; so is h, whose padding rows are
-        read (and ignored) before anything is written there."""
-        if self.counters.numel() < needs.counters:
-            self.counters = torch.zeros(needs.counters, dtype=torch.uint8, device=self.device)
-        if self.h.numel() < needs.h_bytes:
-            self.h = torch.zeros(needs.h_bytes, dtype=torch.uint8, device=self.device)
-            self._maps.clear()
-        if self.gathered.numel() < needs.gathered_bytes:
-            self.gathered = torch.zeros(needs.gathered_bytes, dtype=torch.uint8, device=self.device)
-            self._maps.clear()
-        if self.rows.numel() < needs.row_bytes:
-            self.rows = torch.empty(needs.row_bytes, dtype=torch.uint8, device=self.device)
-        if self.sums.numel() < needs.sums:
-            self.sums = torch.empty(needs.sums, dtype=torch.uint8, device=self.device)
-        if self.plan.numel() < needs.plan:
-            self.plan = torch.empty(needs.plan, dtype=torch.uint8, device=self.device)
+        """Grows what is too small, for use on the current stream.
+
+        Counters are zero when new. So are h and the gathered rows, whose padding is read (and
+        ignored) before anything is written there; a graph would zero them at every replay, and goes
+        without.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        self._streams.setdefault(stream.cuda_stream, stream)
+        rows_zeroed = not self._captured
+        self._grow("counters", needs.counters, zeroed=True)
+        self._grow("h", needs.h_bytes, zeroed=rows_zeroed)
+        self._grow("gathered", needs.gathered_bytes, zeroed=rows_zeroed)
+        self._grow("rows", needs.row_bytes)
+        self._grow("sums", needs.sums)
+        self._grow("plan", needs.plan)
+
+    def _grow(self, name: str, size: int, *, zeroed: bool = False) -> None:
+        old: Tensor = getattr(self, name)
+        if old.numel() >= size:
+            return
+        if len(self._streams) > 1:  # the allocator knows of one stream; launches may run on others
+            for stream in self._streams.values():
+                old.record_stream(stream)
+        make = torch.zeros if zeroed else torch.empty
+        setattr(self, name, make(size, dtype=torch.uint8, device=self.device))
+        self._maps.clear()
 
     def reset(self) -> None:
         """Back to the initial state, after a launch that gave up."""
         self.counters.zero_()
 
-    def row_maps(
-        self, tensor: Tensor, columns: int, plan: KernelPlan, rows: int, dtype: str
-    ) -> list[bytes]:
+    def row_maps(self, tensor: Tensor, columns: int, plan: KernelPlan, dtype: str) -> list[bytes]:
         """Maps of h or the gathered rows, [rows, columns], for each width: a box holds a group's
         rows and the columns of a stage."""
-        key = (tensor.data_ptr(), plan.tile_k, plan.width_cap, columns, rows, dtype == "bfloat16")
+        rows = min(tensor.numel() // (2 * columns), 2**31 - 1)
+        key = (tensor.data_ptr(), plan.tile_k, plan.width_cap, columns, dtype == "bfloat16")
         found = self._maps.get(key)
         if found is None:
-            pointer, blocks = tensor.data_ptr(), plan.tile_k // 64
-            found = []
-            for width in range(8, plan.width_cap + 1, 8):
-                if columns % 64 == 0:
-                    dims, strides, box = (
-                        (64, rows, columns // 64),
-                        (columns, 64),
-                        (64, width, blocks),
-                    )
-                    found.append(encode_tensor_map(pointer, dtype, dims, strides, box))
-                else:
-                    shape = (columns, rows)
-                    found.append(encode_tensor_map(pointer, dtype, shape, (columns,), (64, width)))
+            packed = columns % 64 == 0  # one box holds all columns of a stage
+            dims = (64, rows, columns // 64) if packed else (columns, rows)
+            strides = (columns, 64) if packed else (columns,)
+            depth = (plan.tile_k // 64,) if packed else ()
+            boxes = [(64, width, *depth) for width in range(8, plan.width_cap + 1, 8)]
+            found = [encode_tensor_map(tensor.data_ptr(), dtype, dims, strides, b) for b in boxes]
             self._maps[key] = found
         return found
 
@@ -177,20 +186,19 @@ class BufferPool:
         held = self._capture.get(stream)
         if held is None or held[0] != capture:
             # The graph replays its own zeroing; its memory is the graph's pool's, not ours.
-            held = self._capture[stream] = (capture, self.new())
+            held = self._capture[stream] = (capture, Buffers(self.device, captured=True))
         return held[1]
 
     def new(self) -> Buffers:
-        """Buffers that no stream is bound to yet; `reset_all` will find them."""
+        """Eager buffers that no stream is bound to yet; `reset_all` will find them."""
         buffers = Buffers(self.device)
         self._all.add(buffers)
         return buffers
 
     def reset_all(self) -> None:
-        """After an error: every counter of the device back to zero. Waits for the device."""
+        """After an error: every eager counter of the device back to zero (graphs zero their own).
+        Waits for the device, so it must not run while another thread captures."""
         torch.cuda.synchronize(self.device)
-        captured = {id(buffers) for _, buffers in self._capture.values()}
         for buffers in list(self._all):
-            if id(buffers) not in captured:
-                buffers.reset()
+            buffers.reset()
         self.error.zero_()

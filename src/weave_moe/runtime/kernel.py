@@ -15,8 +15,8 @@ from typing import Final
 
 from ..schedule.granularity import CONTROL_BYTES, KernelPlan
 from . import nvrtc
-from .cache import cached_file
-from .driver import TENSOR_MAP_BYTES, Kernel
+from .cache import cached_file, discard
+from .driver import TENSOR_MAP_BYTES, CudaError, Kernel
 
 __all__ = ["KernelConfig", "Launch", "kernel_for", "launch_maps"]
 
@@ -241,6 +241,28 @@ _kernels: dict[tuple[KernelConfig, int], Kernel] = {}
 _lock = threading.Lock()
 
 
+def _load(config: KernelConfig, shared_bytes: int) -> Kernel:
+    identity = [_source_hash(), nvrtc.ARCHITECTURE, nvrtc.version(), *config.options()]
+
+    def compiled() -> bytes:
+        return config.compile()[0]
+
+    def load(path: Path) -> Kernel:
+        return Kernel(
+            path.read_bytes(),
+            "weave_experts",
+            shared_bytes=shared_bytes,
+            threads=config.tile_m // 64 * 128 + 128,
+        )
+
+    path = cached_file("experts", identity, ".cubin", compiled)
+    try:
+        return load(path)
+    except CudaError:  # a damaged entry is made anew, once
+        discard(path)
+        return load(cached_file("experts", identity, ".cubin", compiled))
+
+
 def kernel_for(config: KernelConfig, shared_bytes: int) -> Kernel:
     """The loaded kernel: compiled at first use, then from the disk cache.
 
@@ -253,11 +275,6 @@ def kernel_for(config: KernelConfig, shared_bytes: int) -> Kernel:
     with _lock:
         found = _kernels.get(key)
         if found is None:
-            identity = [_source_hash(), nvrtc.ARCHITECTURE, nvrtc.version(), *config.options()]
-            path = cached_file("experts", identity, ".cubin", lambda: config.compile()[0])
-            threads = config.tile_m // 64 * 128 + 128
-            found = Kernel(
-                path.read_bytes(), "weave_experts", shared_bytes=shared_bytes, threads=threads
-            )
+            found = _load(config, shared_bytes)
             _kernels[key] = found
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,12 +17,19 @@ from typing import Final
 __all__ = ["ARCHITECTURE", "CompileError", "compile_cubin", "version"]
 
 ARCHITECTURE: Final = "sm_90a"
-# Newest first; the soname's number is the CUDA major version.
-_SONAMES: Final = ("libnvrtc.so.13", "libnvrtc.so.12")
+_MAJORS: Final = ("13", "12")
 
 
 class CompileError(RuntimeError):
     """NVRTC is missing, or it rejected the source; the message carries its log."""
+
+
+def _sonames() -> list[str]:
+    """Of the CUDA major version that torch was built for first: its code suits the driver."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(getattr(torch, "version", None), "cuda", None) or ""
+    majors = sorted(_MAJORS, key=lambda major: not cuda.startswith(f"{major}."))
+    return [f"libnvrtc.so.{major}" for major in majors]
 
 
 def _candidates() -> list[str]:
@@ -31,7 +39,7 @@ def _candidates() -> list[str]:
     torch_spec = importlib.util.find_spec("torch")
     if torch_spec and torch_spec.origin:
         roots.append(str(Path(torch_spec.origin).parent / "lib"))
-    for soname in _SONAMES:
+    for soname in _sonames():
         for root in roots:
             found += [str(p) for p in sorted(Path(root).glob(f"**/{soname}*"))]
         found.append(soname)  # the loader's own search, and a library that torch has loaded
