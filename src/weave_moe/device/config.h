@@ -113,7 +113,9 @@ struct ExpertOf {
     u64 tokens = p.tokens;
     if (p.valid) {
       const i64 v = p.valid_wide ? *(const i64*)p.valid : (i64)*(const int*)p.valid;
-      const u64 here = v <= p.valid_offset ? 0 : (u64)(v - p.valid_offset);
+      // Unsigned throughout: from signed values NVRTC 13 makes max(v - offset, 0), which overflows for the least of them.
+      const u64 count = v < 0 ? 0 : (u64)v, before = (u64)p.valid_offset;
+      const u64 here = count > before ? count - before : 0;
       tokens = here < tokens ? here : tokens;
     }
     valid_slots = (u32)tokens * p.top_k;

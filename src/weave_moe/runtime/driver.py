@@ -152,6 +152,11 @@ def encode_tensor_map(
 
 def capture_id(stream: int) -> int | None:
     """A number for the graph capture in progress on a stream, None if there is none."""
+    import torch
+
+    # Also makes the device's context current in a thread that has not used it yet.
+    if not torch.cuda.is_current_stream_capturing():
+        return None
     status = ctypes.c_int()
     number = ctypes.c_uint64()
     # The older form of the call is in every driver that runs Hopper.
