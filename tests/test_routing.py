@@ -188,7 +188,7 @@ def test_a_row_with_some_nan_routes_among_its_finite_experts(scoring: str) -> No
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.parametrize("bias", [-5.0, 5.0, 100.0])
+@pytest.mark.parametrize("bias", [-5.0, 5.0, 100.0, INF])
 def test_a_nan_expert_is_last_whatever_the_bias(scoring: str, bias: float) -> None:
     logits = torch.tensor([[0.5, NAN, -INF, 1.0]])
     selection = torch.tensor([0.0, bias, bias, -bias])
@@ -213,6 +213,17 @@ def test_the_lowest_id_wins_ties(scoring: str, experts: int) -> None:
 def test_equal_groups_are_taken_from_the_lowest() -> None:
     _, ids = route(torch.zeros(1, 16), RoutingConfig(4, num_groups=8, topk_groups=2))
     assert ids.tolist() == [[0, 1, 2, 3]]
+
+
+def test_a_bias_of_minus_infinity_puts_an_expert_behind_the_others_of_kept_groups_only() -> None:
+    bias = torch.tensor([0.0, 0.0, -INF, -INF, 1.0, 1.0, -INF, -INF])
+    config = RoutingConfig(3, "sigmoid", num_groups=2, topk_groups=1)
+    assert route(torch.zeros(1, 8), config, bias)[1].tolist() == [[4, 5, 6]]
+
+
+def test_an_expert_with_a_nan_bias_is_last() -> None:
+    bias = torch.tensor([NAN, 0.0, -INF, 1.0])
+    assert route(torch.zeros(1, 4), RoutingConfig(4), bias)[1].tolist() == [[3, 1, 2, 0]]
 
 
 @given(st.integers(0, 2**31), st.sampled_from((-5.0, -1.0, 0.0, 5.0)))

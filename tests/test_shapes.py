@@ -45,6 +45,7 @@ class TestActivation:
             (lambda: Activation("silu", limit=float("nan")), ValueError, "limit.*finite.*nan"),
             (lambda: Activation("silu", alpha="1"), TypeError, "alpha.*number.*str"),
             (lambda: Activation("silu", up_offset=float("inf")), ValueError, "up_offset.*finite"),
+            (lambda: Activation("silu", alpha=10**400), ValueError, "alpha.*finite"),
             (lambda: Activation("gelu", alpha=1.7), ValueError, "alpha.*silu.*gelu.*1.7"),
             (lambda: Activation("relu2", limit=7.0), ValueError, "limit.*gated.*relu2"),
             (lambda: Activation("relu2", up_offset=1.0), ValueError, "up_offset.*gated.*relu2"),
@@ -165,6 +166,7 @@ class TestCheckExperts:
         "name",
         [*Case.NAMES, "b13", "b2", "expert_map", "num_valid_tokens", "out"],
     )
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     def test_what_is_no_dense_tensor_with_data_is_refused_by_name(self, name: str) -> None:
         case = experts_case(biases=True, mapped=True, valid=3)
         case = case.with_(out=torch.empty_like(case.x))
@@ -177,6 +179,17 @@ class TestCheckExperts:
         if value.dim() == 2:
             with pytest.raises(ValueError, match=rf"^{name} must be a dense"):
                 case.with_(**{name: value.to_sparse()}).call()
+            nested = torch.nested.as_nested_tensor(list(value))
+            with pytest.raises(ValueError, match=rf"^{name} must be a dense.*nested"):
+                case.with_(**{name: nested}).call()
+
+    @pytest.mark.parametrize("name", ["x", "w13", "w2", "topk_weights"])
+    def test_a_view_whose_memory_holds_the_opposite_is_refused(self, name: str) -> None:
+        case = experts_case()
+        negated = torch.complex(torch.zeros(()), getattr(case, name)).conj().imag
+        assert negated.is_neg()
+        with pytest.raises(ValueError, match=rf"^{name} must not be a lazily negated view"):
+            case.with_(**{name: negated}).call()
 
     @pytest.mark.parametrize(
         ("changes", "error", "words"),
@@ -269,6 +282,11 @@ class TestCheckExperts:
                 case.with_(out=torch.empty(size)).call()
         with pytest.raises(ValueError, match=r"^out must be contiguous, got strides"):
             case.with_(out=torch.empty(16, 5).T).call()
+        out = torch.empty(5, 16, requires_grad=True)
+        with pytest.raises(ValueError, match=r"^out must not require grad"):
+            case.with_(out=out).call()
+        with torch.no_grad():
+            case.with_(out=out).call()
 
     @pytest.mark.parametrize("name", ["x", "w13", "w2", "topk_weights", "b2"])
     def test_out_shares_no_memory_with_an_input(self, name: str) -> None:

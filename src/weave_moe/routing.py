@@ -166,9 +166,10 @@ def route(
     - Of equal experts, and of equal groups, the one with the lowest id wins.
     - A group's score is its best expert's, or the sum of its two best biased scores when a
       selection bias is given. Experts of a dropped group cannot be chosen.
-    - A NaN logit counts as -inf, and an expert at -inf is chosen only after all others of its
-      token, whatever its bias. +inf counts as the largest finite number. So a token always gets k
-      distinct ids in [0, E) and finite weights; one whose logits are all NaN gets 0..k-1.
+    - A NaN logit counts as -inf, and an expert at -inf, or with a NaN bias, is chosen only after
+      all others that its token may choose, whatever their bias. +inf counts as the largest finite
+      number. So a token always gets k distinct ids in [0, E) and finite weights; one whose logits
+      are all NaN gets 0..k-1.
 
     Raises TypeError or ValueError naming the argument.
     """
@@ -196,8 +197,9 @@ def route(
 
     with torch.no_grad():
         key = scores if selection_bias is None else scores + selection_bias.float()
-        # Below every live expert, above what a dropped group's experts get.
-        key = key.masked_fill(dead | torch.isnan(key), lowest)
+        # Whatever the bias: live experts first, then dead ones, then those of dropped groups.
+        least = torch.nextafter(finite.new_tensor(lowest), finite.new_tensor(0.0))
+        key = torch.maximum(key, least).masked_fill(dead | torch.isnan(key), lowest)
         if config.num_groups > 1:
             key = _drop_groups(key, config, biased=selection_bias is not None)
         # A stable sort, because torch.topk leaves the order of equal values open.

@@ -88,9 +88,13 @@ def check_number(name: str, value: object) -> float:
     """`value` as a float if it is a finite number; else TypeError or ValueError naming `name`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond float's range
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
 
 
 def check_tensor(
@@ -108,8 +112,11 @@ def check_tensor(
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    if value.layout is not torch.strided:
-        raise ValueError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else value.layout
+        raise ValueError(f"{name} must be a dense (strided) tensor, got layout {layout}")
+    if value.is_neg():  # its memory holds the opposite of its values, and backends read memory
+        raise ValueError(f"{name} must not be a lazily negated view: pass {name}.resolve_neg()")
     if value.dim() != len(dims):
         raise ValueError(
             f"{name} must have shape [{', '.join(dims)}], got shape {list(value.shape)}"
@@ -376,6 +383,10 @@ def _check_out(out: object, x: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     if not checked.is_contiguous():
         raise ValueError(
             f"out must be contiguous, got strides {checked.stride()} for shape {list(x.shape)}"
+        )
+    if checked.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "out must not require grad: autograd cannot follow what is written into it"
         )
     first, last = _span(checked)
     for name, value in inputs.items():
