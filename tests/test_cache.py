@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weave_moe.runtime import cache
+from weave_moe.runtime import cache, kernel
+from weave_moe.schedule.granularity import choose_kernel
 
 
 @pytest.fixture
@@ -230,15 +233,179 @@ def test_a_private_directory_is_removed_with_its_process(tmp_path: Path) -> None
     assert not Path(path).parent.exists()
 
 
-def test_old_leftovers_are_removed(home: Path) -> None:
-    home.mkdir()
-    old, young, entry = home / ".x.old.tmp", home / ".x.young.tmp", home / "x-entry"
-    for path in (old, young, entry):
-        path.write_text("half")
+NAME = f"experts-{'0a' * 16}.cubin"
+
+
+def old(path: Path, content: str = "half") -> Path:
+    """A file of two days ago."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
     long_ago = time.time() - 2 * 86_400
-    os.utime(old, (long_ago, long_ago))
-    os.utime(entry, (long_ago, long_ago))
+    os.utime(path, (long_ago, long_ago))
+    return path
+
+
+def test_old_leftovers_are_removed(home: Path) -> None:
+    leftovers = [old(home / f".{NAME}.a_b1.tmp"), old(home / f".{NAME}.lock")]
+    entry = old(home / "x-entry")
+    young = home / f".{NAME}.cd2.tmp"
+    young.write_text("half")
     cache.cached_file("x", ["1"], "", lambda: b"")
-    assert not old.exists()
+    assert not any(path.exists() for path in leftovers)
     assert young.exists()
     assert entry.exists()
+
+
+def test_hidden_files_of_others_stay(home: Path) -> None:
+    # $WEAVE_MOE_CACHE may name a home directory.
+    mine = [
+        old(home / name) for name in (".profile", ".vimrc.tmp", ".lock", f".{NAME}", ".a-b.tmp")
+    ]
+    cache.cached_file("x", ["1"], "", lambda: b"")
+    cache.clear()
+    assert all(path.exists() for path in mine)
+
+
+def test_entries_are_what_the_package_made(home: Path) -> None:
+    assert cache.entries() == []
+    paths = [
+        cache.cached_file(kind, ["1"], suffix, lambda: b"code")
+        for kind, suffix in cache.KINDS.items()
+    ]
+    assert [(e.path, e.kind, e.bytes) for e in cache.entries()] == [
+        (path, kind, 4) for path, kind in zip(paths, cache.KINDS, strict=True)
+    ]
+    assert all(abs(time.time() - entry.made) < 60 for entry in cache.entries())
+
+
+def test_clearing_takes_entries_and_nothing_else(home: Path) -> None:
+    made = [
+        cache.cached_file(kind, [str(i)], suffix, lambda: b"code")
+        for kind, suffix in cache.KINDS.items()
+        for i in range(2)
+    ]
+    stale = old(home / f".{NAME}.lock")
+    hex32 = "0a" * 16
+    others = [
+        home / name
+        for name in (
+            *("notes.txt", "experts.cubin", f"experts-{hex32}", f"experts-{hex32}.so"),
+            *(f"host-{hex32[1:]}.so", f"my-host-{hex32}.so", f"host-{hex32.upper()}.so"),
+            *(f"host-{hex32}.so.bak", f".{NAME}.x.tmp", f".{NAME}.lock2"),
+        )
+    ]
+    for path in others:
+        path.write_text("of somebody else")
+    folder = home / f"host-{'1b' * 16}.so"
+    folder.mkdir()
+    link = home / f"host-{'2c' * 16}.so"
+    link.symlink_to(others[0])
+    cleared = cache.clear()
+    assert sorted(entry.path for entry in cleared.removed) == sorted(made)
+    assert cleared.kept == ()
+    assert not any(path.exists() for path in (*made, stale))
+    assert all(path.read_text() == "of somebody else" for path in others)
+    assert folder.is_dir()
+    assert link.is_symlink()
+    assert cache.clear() == cache.Cleared((), ())
+
+
+def test_an_entry_that_cannot_be_removed_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cache.cached_file("host", ["1"], ".so", lambda: b"code")
+    right = Path.unlink
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        right(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    cleared = cache.clear()
+    assert cleared.removed == ()
+    assert [(entry.path, why) for entry, why in cleared.kept] == [(path, "Permission denied")]
+
+
+CLEARED = """
+import sys, time
+from weave_moe.runtime import cache
+
+def make():
+    time.sleep(0.1)
+    return b"x" * 1_000_000
+
+deadline = time.monotonic() + float(sys.argv[1])
+rounds = 0
+while time.monotonic() < deadline:
+    path = cache.cached_file("host", [sys.argv[2], str(rounds)], ".so", make)
+    try:
+        assert len(path.read_bytes()) == 1_000_000
+    except FileNotFoundError:
+        pass
+    rounds += 1
+print(rounds)
+"""
+
+
+def test_clearing_disturbs_nobody_who_makes_entries(home: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", CLEARED, "2", str(number // 2)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)  # two of each make the same entries
+    ]
+    removed = 0
+    while any(process.poll() is None for process in processes):
+        removed += len(cache.clear().removed)
+        time.sleep(0.002)
+    for process in processes:
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        assert int(output) > 3
+    assert removed > 5
+    cache.clear()
+    assert list(home.iterdir()) == []
+
+
+def test_a_kernel_that_is_cleared_before_it_is_read_is_made_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    found: list[Path] = []
+
+    def compiled(self: kernel.KernelConfig, *extra: str) -> tuple[bytes, str]:
+        made.append("now")
+        return b"code", ""
+
+    def cached_file(*arguments: Any) -> Path:
+        found.append(cache.cached_file(*arguments))
+        if len(found) == 1:
+            cache.clear()
+        return found[-1]
+
+    monkeypatch.setattr(kernel.KernelConfig, "compile", compiled)
+    monkeypatch.setattr(kernel.nvrtc, "version", lambda: "13.0")
+    monkeypatch.setattr(kernel, "cached_file", cached_file)
+    monkeypatch.setattr(kernel, "Kernel", lambda cubin, *_, **__: cubin)
+    plan = choose_kernel(tokens=1, top_k=1, experts=1, hidden=64)
+    config = kernel.KernelConfig.of(
+        plan,
+        dtype="bfloat16",
+        activation="silu",
+        clamp=False,
+        bias=False,
+        hidden=64,
+        intermediate=64,
+    )
+    assert kernel._load(config, 0) == b"code"
+    assert len(made) == 2
+
+
+def test_the_kinds_are_those_that_the_package_makes() -> None:
+    source = "".join(path.read_text() for path in Path(cache.__file__).parents[1].rglob("*.py"))
+    made = re.findall(r'cached_file\(\s*"([^"]+)", \w+, "([^"]+)"', source)
+    assert dict(made) == cache.KINDS

@@ -12,20 +12,31 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
 
-__all__ = ["cached_file", "directory", "discard"]
+__all__ = ["KINDS", "Cleared", "Entry", "cached_file", "clear", "directory", "discard", "entries"]
+
+KINDS: Final = {"experts": ".cubin", "host": ".so"}
+"""What the package keeps here: suffix by kind. Nothing else in the directory is an entry."""
 
 LOCK_SECONDS: Final = 300.0
 """Longest wait for another process that is making the same entry; then it is made here as well."""
 
 _STALE_SECONDS: Final = 86_400.0
+
+_ENTRY: Final = re.compile(
+    "|".join(rf"({kind})-[0-9a-f]{{32}}{re.escape(suffix)}" for kind, suffix in KINDS.items())
+)
+_LEFTOVER: Final = re.compile(r"\.[^.]+-[0-9a-f]{32}\S*\.(tmp|lock)")
 
 _log = logging.getLogger("weave_moe")
 
@@ -168,6 +179,78 @@ def _lock(path: Path) -> Iterator[None]:
 def _remove_stale(home: Path) -> None:
     """Removes what processes that were killed while making an entry left behind a day ago."""
     for leftover in home.glob(".*"):
+        # The directory may be one that holds other hidden files, such as a home directory.
+        if _LEFTOVER.fullmatch(leftover.name) is None:
+            continue
         with contextlib.suppress(OSError):
             if leftover.is_file() and time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
                 leftover.unlink()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of compiled code.
+
+    kind: one of `KINDS`.  bytes: its size.  made: when, in seconds since the epoch.
+    """
+
+    path: Path
+    kind: str
+    bytes: int
+    made: float
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """What `clear` did: the entries that are gone, and those that could not be removed, and why."""
+
+    removed: tuple[Entry, ...]
+    kept: tuple[tuple[Entry, str], ...]
+
+
+def entries() -> list[Entry]:
+    """The finished entries in `directory()`, by name; none where it does not exist.
+
+    Raises OSError if the directory cannot be read.
+    """
+    found = []
+    try:
+        names = sorted(os.listdir(directory()))
+    except FileNotFoundError:
+        return []
+    for name in names:
+        match = _ENTRY.fullmatch(name)
+        if match is None:
+            continue
+        path = directory() / name
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # another process has just removed it
+            continue
+        if stat.S_ISREG(status.st_mode):
+            kind = name[: name.index("-")]
+            found.append(Entry(path, kind, status.st_size, status.st_mtime))
+    return found
+
+
+def clear() -> Cleared:
+    """Removes all entries, and what killed processes left behind a day ago; no other file.
+
+    Safe at any time: an entry that another process is making has another name until it is whole,
+    and is left alone; one that another process has loaded stays loaded; one that it has found but
+    not read yet is made again.
+
+    Raises OSError if the directory cannot be read.
+    """
+    removed, kept = [], []
+    for entry in entries():
+        try:
+            entry.path.unlink()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            kept.append((entry, error.strerror or str(error)))
+        else:
+            removed.append(entry)
+    _remove_stale(directory())
+    return Cleared(tuple(removed), tuple(kept))

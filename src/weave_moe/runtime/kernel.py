@@ -258,7 +258,8 @@ def _load(config: KernelConfig, shared_bytes: int) -> Kernel:
     path = cached_file("experts", identity, ".cubin", compiled)
     try:
         return load(path)
-    except CudaError:  # a damaged entry is made anew, once
+    # A damaged entry is made anew, once, and one that was cleared away before it was read.
+    except (CudaError, FileNotFoundError):
         discard(path)
         return load(cached_file("experts", identity, ".cubin", compiled))
 
