@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..shapes import ExpertsCall, check_choice
 
-__all__ = ["NAMES", "Backend", "choose"]
+__all__ = ["NAMES", "Backend", "choose", "why_not"]
 
 NAMES: Final = ("auto", "cuda", "host", "reference")
 """What `backend` may be: "auto", or the name of one."""
@@ -67,6 +67,16 @@ def _for_call(name: str, call: ExpertsCall) -> Backend | str:
     if isinstance(backend, str):
         return backend
     return backend.unavailable(call) or backend
+
+
+def why_not(name: str, call: ExpertsCall) -> str | None:
+    """Why the backend of that name cannot run `call` here, in words for the user; None if it can.
+
+    name: one of `NAMES` but not "auto", else ValueError.
+    """
+    check_choice("backend", name, NAMES[1:])
+    found = _for_call(name, call)
+    return found if isinstance(found, str) else None
 
 
 @lru_cache(maxsize=256)

@@ -24,7 +24,7 @@ from ..runtime.kernel import (
 from ..schedule.granularity import KernelPlan, choose_kernel
 from ..shapes import ExpertsCall, LayerShape, dtype_name
 
-__all__ = ["BACKEND", "KernelError", "check", "plan_for", "warmup"]
+__all__ = ["BACKEND", "KernelError", "check", "plan_for", "slab_tokens", "unsupported", "warmup"]
 
 SLAB_TOKENS: Final = 8192
 SLAB_BYTES: Final = 2 << 30
@@ -211,6 +211,11 @@ class _Cuda:
         with torch.cuda.device(call.device):
             check(call.device)
             return _run(call)
+
+
+def unsupported(call: ExpertsCall) -> str | None:
+    """Why the kernel does not take `call` on any GPU; None if it does. Asks nothing of a GPU."""
+    return BACKEND._unsupported(call)
 
 
 def _raise_if_failed(pool: BufferPool) -> None:

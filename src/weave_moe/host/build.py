@@ -22,7 +22,7 @@ from typing import Final
 
 from ..runtime import cache
 
-__all__ = ["FLAGS", "BuildError", "build", "compiler", "load", "sources"]
+__all__ = ["FLAGS", "BuildError", "build", "compiler", "compiler_version", "load", "sources"]
 
 FLAGS: Final = (
     "-O3",
@@ -99,6 +99,14 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         raise BuildError(f"the C++ compiler {command[0]!r} does not run: {error}") from None
 
 
+def compiler_version(command: list[str]) -> str:
+    """All that a compiler prints for --version. Raises BuildError if it does not run."""
+    done = _run([*command, "--version"])
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)} --version failed:\n{_first_errors(done.stderr)}")
+    return done.stdout
+
+
 def _cpu_features() -> str:
     """What -march=native depends on."""
     try:
@@ -126,13 +134,9 @@ def build() -> Path:
     flags = list(FLAGS)
     if platform.machine() in ("x86_64", "aarch64"):  # elsewhere compilers may not know the option
         flags.append("-march=native")
-    version = _run([*command, "--version"])
-    if version.returncode:
-        raise BuildError(
-            f"{shlex.join(command)} --version failed:\n{_first_errors(version.stderr)}"
-        )
+    version = compiler_version(command)
     texts = [part for path in sources() for part in (path.name, path.read_text())]
-    identity = [*texts, *command, *flags, version.stdout, _cpu_features()]
+    identity = [*texts, *command, *flags, version, _cpu_features()]
 
     def make() -> bytes:
         _log.info("compiling the CPU engine with %s, once for this machine", command[0])

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ARCHITECTURE", "CompileError", "compile_cubin", "version"]
+__all__ = ["ARCHITECTURE", "CompileError", "compile_cubin", "location", "version"]
 
 ARCHITECTURE: Final = "sm_90a"
 _MAJORS: Final = ("13", "12")
@@ -73,6 +73,11 @@ def version() -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check("nvrtcVersion", _library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return f"{major.value}.{minor.value}"
+
+
+def location() -> str:
+    """The library's path, or its bare name where the loader knows it. CompileError without it."""
+    return _library()._name
 
 
 def compile_cubin(
