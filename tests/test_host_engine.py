@@ -6,6 +6,8 @@ import copy
 import ctypes
 import mmap
 import pickle
+import shlex
+import shutil
 import signal
 import stat
 import subprocess
@@ -1003,6 +1005,33 @@ def test_a_damaged_library_is_compiled_again(fresh: Path, monkeypatch: pytest.Mo
     reason = engine.unavailable(case.call())
     assert reason is not None
     assert "does not load" in reason
+
+
+def test_a_traced_task_ends_before_others_are_told(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an engine that sleeps after each such message, as a thread may that loses its core."""
+    for folder in ("device", "host"):
+        shutil.copytree(Path(build.__file__).parents[1] / folder, fresh / "src" / folder)
+    header = fresh / "src/device/scheduler.h"
+    text = header.read_text()
+    for message in (
+        "add_release(&s.up_done[group], 1u);",
+        "add_release(&s.down_done[expert], 1u);",
+    ):
+        assert text.count(message) == 1
+        text = text.replace(message, f"{message} usleep(1000);")
+    header.write_text(text)
+    command = shlex.join([*build.compiler(), *build.FLAGS, str(fresh / "src/host/engine.cpp")])
+    monkeypatch.setenv("CXX", f"'{compiler_script(fresh, f'{command} -o $out')}'")
+    case = experts_case(40, 130, 70, 4, 2)
+    for parts in (1, 2):
+        workspace = Workspace(3, trace=True, parts_up=parts, parts_down=parts)
+        run(case, workspace=workspace, policy="counter")
+        call = case.call()
+        up = gate_up_stage(call.shape.hidden, call.shape.intermediate, parts=parts)
+        down = down_stage(call.shape.hidden, call.shape.intermediate, parts=parts)
+        check_trace(last_run(workspace), call, plan_of(call, 32), (up, down), workspace)
 
 
 def test_the_cache_key_covers_all_that_matters(

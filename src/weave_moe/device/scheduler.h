@@ -1,5 +1,6 @@
 // A launch's shared state, and what workers say to each other through it: entering, the plan's publication, finished
-// tasks, leaving. One Control and its arrays are a workspace; zero is its initial state, and every launch leaves it so.
+// tasks, leaving. One Control and its arrays are a workspace. Zero is its initial state, and a launch leaves it ready for
+// the next: every counter zero but the epoch, every queue empty.
 #pragma once
 #include "queue.h"
 

@@ -101,7 +101,7 @@ class Events {
 
 struct WeaveWorkspace {
   std::atomic<bool> busy{false};
-  // Zero before every launch, and left so by it.
+  // Zero when new. A launch leaves them ready for the next: counters zero, queues empty.
   weave::Buffer control, queue, up_done, down_done, up_parts, down_parts;
   // Written by a launch before it reads them.
   weave::Buffer groups, expert_group, expert_row, expert_tokens, row_slot, slot_row, totals, plan_scratch;
@@ -255,13 +255,13 @@ class Worker {
       event.expert = group.expert;
       if (kind == DOWN) ok = wait_for_group(l.shared, t.group, l.up_chunks);
     }
-    event.start_ns = since_start();
+    event.start_ns = ended = since_start();
     if (ok) {
       if (kind == GATE_UP) gate_up(t, group);
       if (kind == DOWN) down(t, group);
       if (kind == COMBINE) combine(task);
     }
-    event.end_ns = since_start();
+    event.end_ns = ended;
     event.group = (int32_t)t.group;
     event.chunk = (int32_t)t.chunk;
     event.part = (int32_t)t.part;
@@ -321,6 +321,7 @@ class Worker {
         keep_sums(l.up_sums, l.w13_rows, t.part, group.row + at, tokens, row, rows);
     }
     if (parts > 1) {
+      ended = since_start();
       if (!finish_part(l.shared, GATE_UP, t.group * l.up_chunks + t.chunk, parts)) return;
       for (int at = 0; at < group.tokens; at += BLOCK_TOKENS) {
         const int tokens = group.tokens - at < BLOCK_TOKENS ? group.tokens - at : BLOCK_TOKENS;
@@ -328,6 +329,7 @@ class Worker {
         activate(group, at, tokens, first, outputs, row);
       }
     }
+    ended = since_start();
     finish_gate_up(l.shared, t.group);
   }
 
@@ -380,6 +382,7 @@ class Worker {
         keep_sums(l.down_sums, c.hidden, t.part, group.row + at, tokens, row, rows);
     }
     if (parts > 1) {
+      ended = since_start();
       if (!finish_part(l.shared, DOWN, t.group * l.down_chunks + t.chunk, parts)) return;
       for (int at = 0; at < group.tokens; at += BLOCK_TOKENS) {
         const int tokens = group.tokens - at < BLOCK_TOKENS ? group.tokens - at : BLOCK_TOKENS;
@@ -387,6 +390,7 @@ class Worker {
         store_rows(group, at, tokens, first, rows);
       }
     }
+    ended = since_start();
     finish_down(l.shared, group.expert);
   }
 
@@ -436,6 +440,7 @@ class Worker {
       Element* to = static_cast<Element*>(l.call.out) + token * l.call.out_row;
       for (i64 h = 0; h < hidden; ++h) to[h] = T::narrow(y[h]);
     }
+    ended = since_start();
   }
 
   const Launch& l;
@@ -445,6 +450,8 @@ class Worker {
   float* x;       // [BLOCK_TOKENS, wide] rows of a block in fp32; in the combine stage, a token's sum
   float* weight;  // [wide]
   float* tile;    // [BLOCK_TOKENS, CHUNK_ROWS]
+  // When the task at hand ended. Read before others are told of it, so that what waits for it starts later in a trace.
+  int64_t ended = 0;
 };
 
 template <class T>
