@@ -90,3 +90,31 @@ def test_an_installed_package_has_all_its_files() -> None:
     for folder in package.rglob("*"):
         if any(folder.glob("*.py")):
             assert (folder / "__init__.py").exists(), f"{folder} is not packaged"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_licences_of_all_that_is_shipped_are_declared() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    here = {
+        str(p.relative_to(ROOT)) for p in [*ROOT.glob("LICENSE*"), *ROOT.rglob("src/**/LICENSE*")]
+    }
+    assert set(project["license-files"]) == here
+    provenance = (ROOT / "src/weave_moe/data/PROVENANCE.md").read_text(encoding="utf-8")
+    for name in project["license"].split(" AND "):
+        assert name in provenance
+
+
+def test_a_source_distribution_can_test_itself() -> None:
+    manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
+    taken = {
+        name
+        for line in re.findall(r"^(?:graft|include) (.*)$", manifest, re.MULTILINE)
+        for name in line.split()
+    }
+    # setuptools takes these by itself.
+    taken |= {"README.md", "LICENSE", "pyproject.toml", "src", "MANIFEST.in"}
+    for folder in ("tests", "docs", "benchmarks", "tools", "Makefile", ".ci/run"):
+        assert (ROOT / folder).exists()
+        assert folder in taken
