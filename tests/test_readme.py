@@ -97,9 +97,8 @@ def test_licences_of_all_that_is_shipped_are_declared() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    here = {
-        str(p.relative_to(ROOT)) for p in [*ROOT.glob("LICENSE*"), *ROOT.rglob("src/**/LICENSE*")]
-    }
+    files = [*ROOT.glob("LICENSE*"), *(ROOT / "src").rglob("LICENSE*")]
+    here = {str(path.relative_to(ROOT)) for path in files}
     assert set(project["license-files"]) == here
     provenance = (ROOT / "src/weave_moe/data/PROVENANCE.md").read_text(encoding="utf-8")
     for name in project["license"].split(" AND "):
