@@ -1,4 +1,4 @@
-"""The command line: `weave-moe run`, `weave-moe quickstart`, `weave-moe presets`.
+"""The command line: what each command is called, its options, and where its code is.
 
 torch and the rest load inside the commands, so that --help and --version are quick.
 """
@@ -19,6 +19,8 @@ __all__ = ["cli", "main"]
 
 BACKENDS = ("auto", "host", "reference", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
+CACHE_ACTIONS = ("list", "size", "clear")
+PARTS = ("all", "host", "cuda")
 
 
 class OneLineGroup(click.Group):
@@ -70,7 +72,17 @@ def _complain(message: str) -> None:
 def cli(context: click.Context) -> None:
     """A Mixture-of-Experts layer cut into micro-tasks that idle workers steal from each other.
 
-    Start with `weave-moe quickstart`; then `weave-moe run --help`.
+    Start with `weave-moe quickstart`; then `weave-moe run --help`. Where something does not work,
+    `weave-moe info` and `weave-moe check`.
+
+    \b
+    Exit status of every command:
+      0    all is well
+      1    something is wrong: a result, or an entry of the cache that cannot be removed
+      2    bad input, with one line that says what
+      3    a part of `check` could not be run here, and what ran is right
+      130  Ctrl-C
+      141  whoever read the output has gone
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -183,6 +195,90 @@ def quickstart(text: str, out: Path) -> int:
     from .run.quickstart import quickstart_command
 
     return quickstart_command(text, out)
+
+
+@cli.command()
+@click.option(
+    "--preset",
+    metavar="NAME",
+    help="A model's layer; `weave-moe presets` lists them.  [default: qwen3-30b]",
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="The layer of a transformers config.json (or of the folder that holds one).",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1, max=131072),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Tokens of the call.",
+)
+@click.option("--dtype", type=click.Choice(DTYPES), help="[default: the layer's own]")
+@click.option(
+    "--sms",
+    type=click.IntRange(min=1, max=1024),
+    metavar="N",
+    help="Show the kernel for a Hopper GPU of N SMs.  [default: the GPU that is here, else 132]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def info(**options: Any) -> int:
+    """Show what there is to run on, and which backend and kernel a call would get, and why.
+
+    Package, Python, torch, GPUs, driver, NVRTC, C++ compiler and cache, each with its version and
+    place or the reason why it is missing. Then the backend that a call of a layer would take, asked
+    from the backends themselves: the first time, this compiles the CPU engine. Then the kernel it
+    would have on a Hopper GPU.
+
+    Exit status: 0, whatever is missing; 2 for bad input.
+    """
+    from .tools.info import InfoOptions, info_command
+
+    return info_command(InfoOptions(**options))
+
+
+@cli.command()
+@click.argument("action", type=click.Choice(CACHE_ACTIONS), default="list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def cache(action: str, as_json: bool) -> int:
+    """List the compiled code that is kept on disk, show its size, or clear it.
+
+    Clearing removes entries of this package and no other file. It is safe at any time: what another
+    process is compiling is left alone, and what it has loaded stays loaded. The directory is
+    $WEAVE_MOE_CACHE, else weave-moe in $XDG_CACHE_HOME or ~/.cache.
+
+    Exit status: 0; 1 if an entry could not be removed; 2 for bad input.
+    """
+    from .tools.cached import cache_command
+
+    return cache_command(action, json_wanted=as_json)
+
+
+@cli.command()
+@click.option(
+    "--backend",
+    type=click.Choice(PARTS),
+    default="all",
+    show_default=True,
+    help="The part to run.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check(backend: str, as_json: bool) -> int:
+    """Test, in under 30 seconds, that this machine computes right results.
+
+    Runs the CPU engine and, on each Hopper GPU, the kernel: several layers, each under every policy
+    and twice, which must agree to the bit and be as close to the reference as the type allows. One
+    line each.
+
+    Exit status: 0; 1 if anything is wrong; 3 if a part could not be run (no C++ compiler, no Hopper
+    GPU, out of time) and what ran is right; 2 for bad input.
+    """
+    from .tools.selftest import BACKENDS, check_command
+
+    return check_command(BACKENDS if backend == "all" else (backend,), json_wanted=as_json)
 
 
 def main() -> None:

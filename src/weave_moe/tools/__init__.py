@@ -1,0 +1,1 @@
+"""Commands that look at the machine: `weave-moe info`, `cache` and `check`."""
