@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -170,6 +171,26 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     )
     assert "/no/such/compiler" in " ".join(result.stdout.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_reader_that_has_gone_is_no_wrong_result() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "weave_moe.cli", "presets"]
+    try:
+        result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
+    finally:
+        os.close(write)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_under_stdout_is_one_line() -> None:
+    command = [sys.executable, "-m", "weave_moe.cli", "presets"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1
+    assert re.fullmatch(r"weave-moe: .*No space left on device\n", result.stderr)
 
 
 # Routing.

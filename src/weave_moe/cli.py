@@ -5,6 +5,8 @@ torch and the rest load inside the commands, so that --help and --version are qu
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +55,12 @@ class OneLineGroup(click.Group):
         except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
             sys.stderr.close()
             status = 141
+        except OSError as error:  # such as a full disk under stdout
+            _complain(str(error))
+            # What is still buffered would fail once more when the interpreter ends.
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = 1
         if standalone_mode:
             sys.exit(status if isinstance(status, int) else 0)
         return status
@@ -78,7 +86,7 @@ def cli(context: click.Context) -> None:
     \b
     Exit status of every command:
       0    all is well
-      1    something is wrong: a result, or an entry of the cache that cannot be removed
+      1    something is wrong: a result, an entry of the cache that cannot be removed, a full disk
       2    bad input, with one line that says what
       3    a part of `check` could not be run here, and what ran is right
       130  Ctrl-C

@@ -33,9 +33,16 @@ def nanoseconds(value: float) -> str:
     return f"{value:.0f} ns"
 
 
+class _Console(Console):
+    """rich's own would end the process with status 1, which says that a result is wrong."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def _console() -> Console:
     """stdout; wide enough for the tables where it is no terminal."""
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, 100)
     return console
