@@ -460,6 +460,8 @@ class TestCaptures:
     def test_warmup_loads_all_that_calls_will_need(self, data: st.DataObject) -> None:
         with pytest.MonkeyPatch.context() as patch:
             recorder = Recorder(patch)
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.version, "cuda", "13.0")
             patch.setattr(torch.cuda, "current_device", lambda: 0)
             patch.setattr(torch.cuda, "device", lambda index: _nothing())
             patch.setattr(cuda, "_pools", {0: recorder.pool})
@@ -489,10 +491,43 @@ class TestCaptures:
                 )
                 assert config in warm, f"{tokens} of {most} tokens, {shape}"
 
-    def test_warmup_names_options_it_does_not_know(self) -> None:
-        shape = LayerShape(64, 64, 8, 2, "bfloat16")
-        with pytest.raises(TypeError, match="biases"):
-            cuda.warmup(shape, 1, device=0, biases=True)
+    @pytest.mark.parametrize(
+        ("changes", "options", "error", "words"),
+        [
+            ({}, {"biases": True}, TypeError, "biases"),
+            ({}, {"bias": 1}, TypeError, "^bias must be True or False, got 1"),
+            ({}, {"tokens": 0}, ValueError, "^tokens must be at least 1, got 0"),
+            ({}, {"tokens": 1.5}, TypeError, "^tokens must be an int, got float"),
+            ({}, {"shape": "qwen3-30b"}, TypeError, "^shape must be a LayerShape, got str"),
+            ({}, {"activation": "swish"}, ValueError, "^activation must be one of .*'swish'"),
+            ({}, {"activation": "relu2"}, ValueError, "^activation must be gated, .*relu2"),
+            ({"dtype": "float32"}, {}, ValueError, "^shape must be .*float32"),
+            ({"hidden": 60}, {}, ValueError, "^shape must be .*hidden is 60"),
+            ({"gated": False}, {}, ValueError, "^shape must be .*not gated"),
+        ],
+    )
+    def test_warmup_names_what_it_does_not_take(
+        self,
+        changes: dict[str, Any],
+        options: dict[str, Any],
+        error: type[Exception],
+        words: str,
+    ) -> None:
+        sizes = {"hidden": 64, "intermediate": 64, "experts": 8, "top_k": 2, **changes}
+        with pytest.raises(error, match=words):
+            weave_moe.warmup(**{"shape": LayerShape(**sizes), "tokens": 1, **options})
+
+    def test_warmup_without_a_gpu_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        shape = LayerShape(64, 64, 8, 2)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(RuntimeError, match="nothing to warm up: torch sees no GPU"):
+            weave_moe.warmup(shape, 1)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        other = cuda._Device(0, 108, 166_912, (8, 0), "Some GPU")
+        monkeypatch.setattr(cuda, "_device", lambda index: other)
+        with pytest.raises(RuntimeError, match="nothing to warm up: Some GPU"):
+            weave_moe.warmup(shape, 1, device=0)
 
 
 class _nothing:
@@ -536,6 +571,7 @@ class TestErrors:
     ) -> None:
         monkeypatch.setattr(cuda, "_pools", {})
         weave_moe.check(3)
+        weave_moe.check()  # not even torch is asked for the current device
 
 
 @given(st.integers(1, 600), st.integers(1, 16), st.integers(1, 1024))

@@ -14,15 +14,14 @@ from ..runtime.buffers import BufferPool, Buffers, needs_of
 from ..runtime.driver import TENSOR_MAP_BYTES, Kernel, capture_id, encode_tensor_map
 from ..runtime.kernel import (
     ERRORS,
-    POLICIES,
-    VICTIMS,
     KernelConfig,
     Launch,
     kernel_for,
     launch_maps,
 )
+from ..schedule import POLICY_CODES, VICTIM_CODES
 from ..schedule.granularity import KernelPlan, choose_kernel
-from ..shapes import ExpertsCall, LayerShape, dtype_name
+from ..shapes import Activation, ExpertsCall, LayerShape, check_count, check_flag, dtype_name
 
 __all__ = ["BACKEND", "KernelError", "check", "plan_for", "slab_tokens", "unsupported", "warmup"]
 
@@ -167,39 +166,51 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _other_device(index: int) -> str | None:
+    """Why the kernel does not run on that GPU, None if it does."""
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    device = _device(index)
+    if device.capability != (9, 0):
+        return (
+            f"{device.name} has compute capability {device.capability[0]}."
+            f"{device.capability[1]}, and the kernel is built for 9.0 (H100, H200, H20, GH200)"
+        )
+    return None
+
+
+def _other_shape(s: LayerShape) -> str | None:
+    """Why the kernel does not take layers of that shape, None if it does."""
+    if s.dtype not in ("bfloat16", "float16"):
+        return f"x is {s.dtype}; the kernel takes bfloat16 and float16"
+    if not s.gated:
+        return "activation 'relu2' is not gated, which the kernel needs"
+    for name, size in (("hidden", s.hidden), ("intermediate", s.intermediate)):
+        if size % 8:
+            return f"{name} is {size}; rows must be a multiple of 16 bytes, so of 8 elements"
+    if s.experts > 1024:
+        return f"{s.experts} experts; at most 1,024"
+    if s.top_k > 16:
+        return f"top_k is {s.top_k}; at most 16"
+    return None
+
+
 class _Cuda:
     name = "cuda"
 
     def unavailable(self, call: ExpertsCall) -> str | None:
         if call.device.type != "cuda":
             return f"x is on {call.device}, not on a GPU"
-        if torch.version.cuda is None:
-            return "this torch was built without CUDA"
-        device = _device(call.device.index or 0)
-        if device.capability != (9, 0):
-            return (
-                f"{device.name} has compute capability {device.capability[0]}."
-                f"{device.capability[1]}, and the kernel is built for 9.0 (H100, H200, H20, GH200)"
-            )
-        return self._unsupported(call)
+        return _other_device(call.device.index or 0) or self._unsupported(call)
 
     def _unsupported(self, call: ExpertsCall) -> str | None:
-        s = call.shape
-        if s.dtype not in ("bfloat16", "float16"):
-            return f"x is {s.dtype}; the kernel takes bfloat16 and float16"
-        if not s.gated:
-            return f"activation {call.activation.kind!r} is not gated, which the kernel needs"
         if call.interleaved:
             return "interleaved gate and up rows are not supported by the kernel"
         if call.weight_on_input:
             return "weight_on_input is not supported by the kernel"
-        for name, size in (("hidden", s.hidden), ("intermediate", s.intermediate)):
-            if size % 8:
-                return f"{name} is {size}; rows must be a multiple of 16 bytes, so of 8 elements"
-        if s.experts > 1024:
-            return f"{s.experts} experts; at most 1,024"
-        if s.top_k > 16:
-            return f"top_k is {s.top_k}; at most 16"
+        reason = _other_shape(call.shape)
+        if reason is not None:
+            return reason
         for name, weight in (("w13", call.w13), ("w2", call.w2)):
             if not weight.is_contiguous():
                 return f"{name} has strides {weight.stride()}; it must be contiguous"
@@ -232,8 +243,10 @@ def check(device: torch.device | int | None = None) -> None:
     """Raises KernelError if a launch on the device has given up since the last check.
 
     Does not wait: a launch still running is not looked at. Call torch.cuda.synchronize() first to
-    include it.
+    include it. Where nothing was launched, or there is no GPU, there is nothing to raise.
     """
+    if not _pools:
+        return
     index = device.index if isinstance(device, torch.device) else device
     if index is None:
         index = torch.cuda.current_device()
@@ -244,40 +257,32 @@ def check(device: torch.device | int | None = None) -> None:
             _raise_if_failed(pool)
 
 
-@dataclass(frozen=True)
-class _Ready:
-    plan: KernelPlan
-    config: KernelConfig
-    kernel: Kernel
-
-
 _prepared: set[tuple[KernelConfig, int, int]] = set()
 
 
-def _ready(call: ExpertsCall, plan: KernelPlan, tokens: int, capturing: bool) -> _Ready:
-    s, act = call.shape, call.activation
+def _prepared_kernel(
+    s: LayerShape, act: Activation, plan: KernelPlan, index: int, *, bias: bool, only_ready: bool
+) -> Kernel | None:
+    """The kernel of a plan, loaded on a device; None if it is not and `only_ready`."""
     config = KernelConfig.of(
         plan,
         dtype=s.dtype,
         activation=act.kind,
         clamp=act.limit is not None,
-        bias=call.b13 is not None or call.b2 is not None,
+        bias=bias,
         hidden=s.hidden,
         intermediate=s.intermediate,
     )
-    index = call.device.index or 0
     shared = _device(index).shared_bytes
     key = (config, shared, index)
-    if capturing and key not in _prepared:
-        raise RuntimeError(
-            "the experts kernel for this shape is not loaded yet and cannot be during graph "
-            f"capture; call weave_moe.warmup(shape, tokens={tokens}) before it"
-        )
+    if key in _prepared:
+        return kernel_for(config, shared)
+    if only_ready:
+        return None
     kernel = kernel_for(config, shared)
-    if key not in _prepared:
-        kernel.prepare(index)
-        _prepared.add(key)
-    return _Ready(plan, config, kernel)
+    kernel.prepare(index)
+    _prepared.add(key)
+    return kernel
 
 
 def _buffers_for(call: ExpertsCall, pool: BufferPool, stream: int, *, capturing: bool) -> Buffers:
@@ -326,7 +331,19 @@ def _launch(
     s = call.shape
     index = call.device.index or 0
     plan = override or plan_for(s, tokens, index)
-    ready = _ready(call, plan, tokens, capturing)
+    kernel = _prepared_kernel(
+        s,
+        call.activation,
+        plan,
+        index,
+        bias=call.b13 is not None or call.b2 is not None,
+        only_ready=capturing,
+    )
+    if kernel is None:
+        raise RuntimeError(
+            "the experts kernel for this shape is not loaded yet and cannot be during graph "
+            f"capture; call weave_moe.warmup(shape, tokens={tokens}) before it"
+        )
     workers = _device(index).multiprocessors
     needs = needs_of(
         plan,
@@ -381,8 +398,8 @@ def _launch(
     shared.spin_limit = getattr(call.workspace, "_spin_limit", _SPIN_LIMIT)
     knobs = p.knobs
     policy = _auto_policy(tokens) if call.policy == "auto" else call.policy
-    knobs.policy = POLICIES[policy]
-    knobs.victim = VICTIMS[getattr(call.workspace, "victim", "largest")]
+    knobs.policy = POLICY_CODES[policy]
+    knobs.victim = VICTIM_CODES[getattr(call.workspace, "victim", "largest")]
     knobs.steal_one = int(getattr(call.workspace, "steal", "half") == "one")
     knobs.min_steal = getattr(call.workspace, "min_steal", 1)
     knobs.static_share = getattr(call.workspace, "static_share", 70)
@@ -422,43 +439,47 @@ def _launch(
             *gathered,
         ]
     )
-    ready.kernel.launch(workers, torch.cuda.current_stream().cuda_stream, maps, p)
+    kernel.launch(workers, torch.cuda.current_stream().cuda_stream, maps, p)
 
 
-def warmup(shape: LayerShape, tokens: int, *, device: int | None = None, **options: Any) -> None:
+def warmup(
+    shape: LayerShape,
+    tokens: int,
+    *,
+    activation: str | Activation = "silu",
+    bias: bool = False,
+    device: int | None = None,
+) -> None:
     """Compiles (or reads from the cache) and loads every kernel that calls of up to `tokens` tokens
     can need, so that later calls, and graph captures, compile and load nothing.
 
-    shape: the layer's sizes.  tokens: largest T.  options: `activation` and `bias` (whether b13 or
-    b2 will be given), if they are not the defaults.
-    """
-    from ..shapes import Activation
+    shape: the layer's sizes.  tokens: largest T.  activation: as in `fused_experts`.  bias: whether
+    b13 or b2 will be given.  device: the GPU's index, by default the current one.
 
-    activation = Activation.parse(options.pop("activation", "silu"))
-    bias = bool(options.pop("bias", False))
-    if options:
-        raise TypeError(f"warmup got unknown options {sorted(options)}")
+    Raises TypeError or ValueError, naming the argument, for a layer that the kernel does not take;
+    RuntimeError where there is no GPU that it runs on.
+    """
+    if not isinstance(shape, LayerShape):
+        raise TypeError(f"shape must be a LayerShape, got {type(shape).__name__}")
+    check_count("tokens", tokens)
+    check_flag("bias", bias)
+    act = Activation.parse(activation)
+    reason = _other_shape(shape)
+    if reason is not None:
+        raise ValueError(f"shape must be one that the kernel takes: {reason}")
+    if not act.gated:
+        raise ValueError(f"activation must be gated, as shape is, got {act.kind}")
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is nothing to warm up: torch sees no GPU")
     index = torch.cuda.current_device() if device is None else device
+    reason = _other_device(index)
+    if reason is not None:
+        raise RuntimeError(f"there is nothing to warm up: {reason}")
     with torch.cuda.device(index):
         _pool(torch.device("cuda", index))
-        seen = set()
         for count in range(1, min(tokens, slab_tokens(shape)) + 1):
             plan = plan_for(shape, count, index)
-            config = KernelConfig.of(
-                plan,
-                dtype=shape.dtype,
-                activation=activation.kind,
-                clamp=activation.limit is not None,
-                bias=bias,
-                hidden=shape.hidden,
-                intermediate=shape.intermediate,
-            )
-            shared = _device(index).shared_bytes
-            if (config, shared) in seen:
-                continue
-            seen.add((config, shared))
-            kernel_for(config, shared).prepare(index)
-            _prepared.add((config, shared, index))
+            _prepared_kernel(shape, act, plan, index, bias=bias, only_ready=False)
 
 
 BACKEND: Final = _Cuda()

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..schedule import max_groups, max_rows
 from ..schedule.granularity import KernelPlan
 from .driver import capture_id, encode_tensor_map
 
@@ -61,10 +62,9 @@ def needs_of(
 ) -> Needs:
     """What a launch of at most `tokens` tokens needs, for any routing."""
     slots = tokens * top_k
-    touched = min(experts, slots)
-    groups = touched + slots // plan.width_cap
+    groups = max_groups(slots, experts, plan.width_cap)
     # TMA reads a whole group's width from its first row: never past the last row.
-    rows = slots + 15 * touched + plan.width_cap
+    rows = max_rows(slots, experts) + plan.width_cap
     row_bytes = rows * hidden * (2 if dtype == "bfloat16" else 4)
     plan_bytes = 0
     if not plan.local_plan:

@@ -24,15 +24,6 @@ DEVICE: Final = Path(__file__).parents[1] / "device"
 _SOURCE: Final = "experts.cu"
 _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
-POLICIES: Final = {
-    "counter": 0,
-    "steal": 1,
-    "static_strided": 2,
-    "static_expert": 3,
-    "static_tail": 4,
-    "window": 5,
-}
-VICTIMS: Final = {"largest": 0, "random": 1}
 ERRORS: Final = {
     1: "two launches used one workspace at the same time",
     2: "the plan was not published in time",

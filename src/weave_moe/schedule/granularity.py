@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from .plan import max_groups
+
 __all__ = ["KernelPlan", "choose_kernel", "local_plan_bytes"]
 
 SHARED_BYTES: Final = 232_448
@@ -86,10 +88,9 @@ class KernelPlan:
 
 def local_plan_bytes(slots: int, experts: int, width_cap: int) -> int:
     """Bytes of a plan in shared memory, for any routing of `slots` slots."""
-    touched = min(experts, slots)
-    groups = touched + slots // width_cap
+    groups = max_groups(slots, experts, width_cap)
     padding = 7 if width_cap <= 56 else 15
-    rows = slots + padding * touched
+    rows = slots + padding * min(experts, slots)
     return groups * 16 + (experts + 1) * 4 + 2 * (slots + rows)
 
 
