@@ -75,7 +75,7 @@ def fused_experts(
     out: [T, H], where to write y; it is what is returned.
     policy: who runs a task ("auto", "steal", "counter", "static_strided", "static_expert",
         "static_tail", "window"); the result does not depend on it.
-    workspace: None, or a `Workspace` of the backend.
+    workspace: None, or a `Workspace`: scratch memory and knobs of the call's own.
     interleaved: w13's rows alternate: gate0, up0, gate1, up1, ... (gpt-oss); so does b13.
     weight_on_input: scale x[t] by the weight before w13 instead of the result after w2 (Llama-4).
     backend: "auto", or "cuda", "host" or "reference": see `weave_moe.backends.choose`.
@@ -214,7 +214,8 @@ def moe_layer(
 
 
 def workspace_bytes(shape: LayerShape, max_tokens: int) -> int:
-    """Bytes of scratch memory that a call with up to `max_tokens` tokens of this shape needs.
+    """Bytes of scratch memory that calls of up to `max_tokens` tokens of this shape need on the CPU
+    engine, with a default `Workspace`.
 
     Raises TypeError if `shape` is no LayerShape or max_tokens no int, ValueError if it is negative.
     """
