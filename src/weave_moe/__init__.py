@@ -18,6 +18,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .backends.cuda import KernelError, check, warmup
     from .host.workspace import Workspace
+    from .integrations.transformers import optimize
     from .layer import MoELayer, fused_experts, moe_layer, workspace_bytes
     from .routing import RoutingConfig, route, router_logits
     from .shapes import POLICIES, Activation, LayerShape, SharedExperts
@@ -35,6 +36,7 @@ __all__ = [
     "check",
     "fused_experts",
     "moe_layer",
+    "optimize",
     "route",
     "router_logits",
     "warmup",
@@ -53,6 +55,7 @@ _HOME = {
     "check": "backends.cuda",
     "fused_experts": "layer",
     "moe_layer": "layer",
+    "optimize": "integrations.transformers",
     "route": "routing",
     "router_logits": "routing",
     "warmup": "backends.cuda",
