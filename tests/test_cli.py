@@ -471,6 +471,11 @@ BAD_FILES: dict[str, tuple[str, bytes, str]] = {
     "trace of one number": ("trace", npz(topk_ids=np.array(3)), "shape"),
     "trace beyond its experts": ("trace", npz(topk_ids=IDS + 9, experts=np.array(4)), "9"),
     "trace with odd weights": ("trace", npz(topk_ids=IDS, topk_weights=IDS[:2]), "topk_weights"),
+    "trace of a billion experts": (
+        "trace",
+        npz(topk_ids=IDS, experts=np.array(10**9)),
+        "try a layer of fewer experts",
+    ),
     "text binary": ("text", b"\xff\xfe\xfd", "UTF-8"),
     "text empty": ("text", b"", "empty"),
 }

@@ -334,6 +334,7 @@ BAD_MEMBERS: dict[str, tuple[dict[str, Any], str]] = {
     "nan": ({"topk_ids": GOOD_IDS, "topk_weights": np.full((4, 2, 3), np.nan)}, "be finite"),
     "overflow": ({"topk_ids": GOOD_IDS, "topk_weights": np.full((4, 2, 3), 1e300)}, "be finite"),
     "meta no JSON": ({"topk_ids": GOOD_IDS, "meta": "{"}, "meta is not JSON"),
+    "meta nested deep": ({"topk_ids": GOOD_IDS, "meta": "[" * 100_000}, "meta is not JSON"),
     "meta a list": ({"topk_ids": GOOD_IDS, "meta": "[]"}, "JSON object, got list"),
     "meta a number": ({"topk_ids": GOOD_IDS, "meta": 3}, "meta must be one string"),
     "objects": ({"topk_ids": np.array([[[{}]]])}, "cannot be read"),

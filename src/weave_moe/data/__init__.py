@@ -204,7 +204,7 @@ def _read_trace(path: Path, name: str) -> Trace:
             raise bad("meta must be one string")
         try:
             loaded = json.loads(str(text[()]))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise bad(f"meta is not JSON: {error}") from error
         if not isinstance(loaded, dict):
             raise bad(f"meta must be a JSON object, got {type(loaded).__name__}")

@@ -174,9 +174,11 @@ def choose_scale(
     slots = tokens * preset.top_k
     size = DTYPES[dtype].itemsize
 
+    def few_bytes(factor: Fraction) -> bool:
+        return preset.scaled(factor).weight_elements * size <= CPU_BYTES
+
     def fits(factor: Fraction) -> bool:
-        layer = preset.scaled(factor)
-        return layer.flops(slots) <= CPU_FLOPS and layer.weight_elements * size <= CPU_BYTES
+        return few_bytes(factor) and preset.scaled(factor).flops(slots) <= CPU_FLOPS
 
     if not on_gpu and slots > CPU_SLOTS:
         raise InputError(
@@ -201,7 +203,8 @@ def choose_scale(
         size_gb = layer.weight_elements * size / 1e9
         work = layer.flops(slots) / 1e9
         if asked or not fits(smaller):
-            hint = f"--scale {smaller}" if fits(smaller) else "fewer --tokens"
+            fewer = "fewer --tokens" if few_bytes(smaller) else "a layer of fewer experts"
+            hint = f"--scale {smaller}" if fits(smaller) else fewer
             raise InputError(
                 f"--scale {factor}: {preset.name} with {tokens} tokens has {size_gb:.2f} GB of "
                 f"weights and {work:.1f} GFLOP a policy, too much for the CPU's plain loops "
