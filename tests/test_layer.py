@@ -489,7 +489,15 @@ class TestTheModule:
             ({"activation": "relu2"}, ValueError, "^activation must be gated, .*got relu2"),
             ({"shared_intermediate": -1}, ValueError, "^shared_intermediate must be at least 0"),
             ({"shared_gate": True}, ValueError, "^shared_gate must be False without shared"),
+            ({"router_bias": "no"}, TypeError, "^router_bias must be True or False, got 'no'"),
+            ({"expert_bias": 1}, TypeError, "^expert_bias must be True or False, got 1"),
+            ({"activation": ""}, ValueError, "^activation must be one of .*''"),
             ({"interleaved": None}, TypeError, "^interleaved must be True or False"),
+            (
+                {"shape": LayerShape(16, 8, 4, 2, gated=False), "interleaved": True},
+                ValueError,
+                "^interleaved must be False for relu2",
+            ),
             ({"policy": "fast"}, ValueError, "^policy must be one of"),
             ({"backend": "gpu"}, ValueError, "^backend must be one of"),
         ],
@@ -510,9 +518,9 @@ class TestTheModule:
         [
             ([1.0], TypeError, "^hidden_states must be a torch.Tensor, got list"),
             (torch.zeros(3, 15), ValueError, r"^hidden_states must have shape \[..., 16\]"),
+            (torch.zeros(3, 16).half(), TypeError, "^hidden_states must be float32, .*float16"),
             (torch.tensor(1.0), ValueError, r"^hidden_states must have shape \[..., 16\]"),
-            (torch.zeros(3, 16).half(), TypeError, "^w13 must be float16, got float32"),
-            (torch.zeros(3, 16).long(), TypeError, "^x must be bfloat16.*got int64"),
+            (torch.zeros(3, 16).long(), TypeError, "^hidden_states must be float32, .*int64"),
         ],
     )
     def test_bad_hidden_states_are_named(self, x: Any, error: type[Exception], words: str) -> None:

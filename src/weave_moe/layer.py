@@ -278,12 +278,25 @@ class MoELayer(nn.Module):
             )
         routing.check_experts(shape.experts)
         check_count("shared_intermediate", shared_intermediate, 0)
-        act = Activation.parse(activation or ("silu" if shape.gated else "relu2"))
+        for name, flag in (
+            ("router_bias", router_bias),
+            ("selection_bias", selection_bias),
+            ("expert_bias", expert_bias),
+            ("shared_gate", shared_gate),
+            ("interleaved", interleaved),
+            ("weight_on_input", weight_on_input),
+        ):
+            check_flag(name, flag)
+        if activation is None:
+            activation = "silu" if shape.gated else "relu2"
+        act = Activation.parse(activation)
         if act.gated != shape.gated:
             raise ValueError(
                 f"activation must be {'gated' if shape.gated else 'relu2'}, as shape is, "
                 f"got {act.kind}"
             )
+        if interleaved and not act.gated:
+            raise ValueError(f"interleaved must be False for {act.kind}, which has no gate rows")
         if shared_gate and not shared_intermediate:
             raise ValueError("shared_gate must be False without shared experts, got True")
 
@@ -333,8 +346,8 @@ class MoELayer(nn.Module):
                 selection_bias="gate.e_score_correction_bias" if selection_bias else None,
                 shared="shared_experts" if shared_intermediate else None,
                 shared_gate="shared_expert_gate.weight" if shared_gate else None,
-                interleaved=check_flag("interleaved", interleaved),
-                weight_on_input=check_flag("weight_on_input", weight_on_input),
+                interleaved=interleaved,
+                weight_on_input=weight_on_input,
             ),
             policy=policy,
             backend=backend,
@@ -454,6 +467,11 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"hidden_states must have shape [..., {shape.hidden}], "
                 f"got shape {list(hidden_states.shape)}"
+            )
+        if hidden_states.dtype is not shape.torch_dtype:
+            raise TypeError(
+                f"hidden_states must be {shape.dtype}, as the layer's experts are, "
+                f"got {dtype_name(hidden_states.dtype)}"
             )
         x = hidden_states.reshape(-1, shape.hidden)
         w13, w2 = self._expert_weights()
