@@ -289,6 +289,69 @@ def check(backend: str, as_json: bool) -> int:
     return check_command(BACKENDS if backend == "all" else (backend,), json_wanted=as_json)
 
 
+@cli.command()
+@click.option("--preset", metavar="NAME", help="A model's layer; `weave-moe presets` lists them.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="The layer of a transformers config.json (or of the folder that holds one).",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1, max=131072),
+    metavar="N",
+    help="Tokens of the launch.  [default: 512; of a trace or text 2048, or all of it]",
+)
+@click.option(
+    "--routing",
+    metavar="SOURCE",
+    help="trace:NAME, trace:FILE.npz, text:NAME, text:FILE, uniform, zipf[:A] or hot[:SHARE].  "
+    "[default: the shipped model's trace; uniform with --preset or --config]",
+)
+@click.option("--layer", type=int, metavar="L", help="Layer of a trace or text.  [default: 0]")
+@click.option(
+    "--policy",
+    default="all",
+    show_default=True,
+    metavar="NAMES",
+    help="Policies to compare, with commas between, or all.",
+)
+@click.option(
+    "--machine",
+    default="h200",
+    show_default=True,
+    metavar="NAME|FILE.json",
+    help="h200, calibrated; h100-sxm, h100-pcie, h800-sxm, h20, gh200-96gb, by data sheet; or a "
+    "file of a machine's rates and costs.",
+)
+@click.option(
+    "--held",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="SMs that another kernel holds meanwhile.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def simulate(**options: Any) -> int:
+    """Predict what a launch takes on a GPU, under each scheduling policy; nothing is run.
+
+    A discrete-event simulation of the kernel: its tasks, queues, ring and dependencies, on SMs that
+    share memory. The error of its times against measured launches is printed with them.
+
+    \b
+    weave-moe simulate --preset qwen3-235b --tokens 64 --routing zipf
+    weave-moe simulate --preset deepseek-v3 --tokens 128 --held 16 --policy steal,static_strided
+
+    Exit status: 0; 2 for bad input.
+    """
+    from .simulate.command import SimulateOptions, simulate_command
+
+    return simulate_command(SimulateOptions(**options))
+
+
 def main() -> None:
     """Entry point of the console script."""
     cli.main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,10 @@ class RunOptions:
     seed: int = 0
     out: Path = Path("weave-run")
     as_json: bool = False
+
+
+FitLayer = Callable[[RunOptions, Preset, int], tuple[Preset, str, tuple[str, ...]]]
+"""From options, a layer and tokens to the layer that runs, its dtype, and lines about it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +134,12 @@ def execute(
     return 0 if result.agrees else 1
 
 
-def prepare(options: RunOptions) -> Request:
-    """The layer and the routing that the options name. Raises InputError where they do not fit."""
+def prepare(options: RunOptions, fit: FitLayer | None = None) -> Request:
+    """The layer and the routing that the options name. Raises InputError where they do not fit.
+
+    fit: how the layer is made to fit the machine; `fit_layer` where None.
+    """
+    fit = fit or fit_layer
     if options.preset is not None and options.config is not None:
         raise InputError("--preset and --config exclude each other")
     chosen = _layer(options)
@@ -139,15 +148,15 @@ def prepare(options: RunOptions) -> Request:
     if options.layer is not None and source.kind not in ("trace", "text"):
         raise InputError(f"--layer belongs to a trace or a text, not to --routing {source}")
     if source.kind == "text":
-        return _from_text(options, chosen, source)
+        return _from_text(options, chosen, source, fit)
     if source.kind == "trace":
         routed, meta = sources.from_trace(source.name, options.layer, options.tokens)
         chosen = chosen or _trace_layer(routed, meta, source)
         _check_fit(chosen, routed, source)
-        layer, dtype, notes = fit_layer(options, chosen, routed.tokens)
+        layer, dtype, notes = fit(options, chosen, routed.tokens)
     else:
         tokens = options.tokens or sources.SYNTHETIC_TOKENS
-        layer, dtype, notes = fit_layer(options, chosen or presets.shipped_preset(), tokens)
+        layer, dtype, notes = fit(options, chosen or presets.shipped_preset(), tokens)
         routed = sources.synthetic(source, layer, tokens, options.seed)
     return Request(layer, routed, dtype, notes)
 
@@ -177,7 +186,9 @@ def _layer(options: RunOptions) -> Preset | None:
     return None
 
 
-def _from_text(options: RunOptions, chosen: Preset | None, source: Source) -> Request:
+def _from_text(
+    options: RunOptions, chosen: Preset | None, source: Source, fit: FitLayer
+) -> Request:
     if chosen is not None and chosen.name != "shipped":
         raise InputError(
             f"--routing {source} goes through the shipped model, so its layer is the shipped "
@@ -188,7 +199,7 @@ def _from_text(options: RunOptions, chosen: Preset | None, source: Source) -> Re
         raise InputError(
             f"--scale {options.scale}: real weights cannot be scaled (routing {source})"
         )
-    layer, dtype, notes = fit_layer(
+    layer, dtype, notes = fit(
         replace(options, scale="1"), presets.shipped_preset(), options.tokens or 1
     )
     routed = from_text(source.name, options.layer, options.tokens, dtype)

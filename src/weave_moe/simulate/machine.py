@@ -1,0 +1,180 @@
+"""What a simulated GPU can do, and what its launches cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CALIBRATION", "MACHINES", "Machine", "calibration", "load_machine"]
+
+CALIBRATION = "h200.json"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU as the simulator sees it.
+
+    Rates and sizes:
+        sms: SMs, each with one block of the kernel.
+        hbm_tbs: TB/s that all SMs together read from device memory.
+        l2_tbs: TB/s that all SMs together read from L2.
+        sm_gbs: GB/s that one SM takes in, from wherever.
+        matrix_tflops: dense bf16 TFLOP/s of all SMs.
+        narrow_width: columns below which a product takes no less time.
+        l2_mb: MB read from device memory until a weight tile has left L2 again.
+        shared_bytes: shared memory of a block.
+        spread: SMs do not share a busy memory evenly: their shares are spread over 1 - spread
+            to 1 + spread.
+
+    Costs, in microseconds:
+        launch_us: of a launch, before any block plans and after the last has left.
+        plan_us, plan_slot_ns: until tasks are known, and that much more for each slot, in ns.
+        gather_us: until rows of x are gathered, where the kernel gathers them first.
+        copy_row_ns: of a row of x in a stage of 128 columns, where it copies rows singly, in ns.
+        latency_us: of a read from device memory, as far as the loads in flight do not hide it.
+        claim_us: of an atomic whose result is waited for (a stage's first ticket).
+        steal_us: of looking at all queues and taking from one.
+        epilogue_us: of a tile's activation and stores.
+        publish_us: from a finished tile until others see it.
+        combine_us: of a combine task, besides its reads.
+
+    verified: whether the costs were fitted to measurements of this very machine.
+    source: where the numbers come from, one line.
+    """
+
+    name: str
+    sms: int
+    hbm_tbs: float
+    l2_tbs: float
+    sm_gbs: float
+    matrix_tflops: float
+    narrow_width: int = 32
+    l2_mb: float = 30.0
+    shared_bytes: int = 232_448
+    spread: float = 0.05
+    launch_us: float = 3.0
+    plan_us: float = 2.8
+    plan_slot_ns: float = 0.8
+    gather_us: float = 5.0
+    copy_row_ns: float = 27.5
+    latency_us: float = 0.2
+    claim_us: float = 0.5
+    steal_us: float = 1.5
+    epilogue_us: float = 1.0
+    publish_us: float = 1.0
+    combine_us: float = 2.0
+    verified: bool = False
+    source: str = "user-defined"
+
+    def __post_init__(self) -> None:
+        for name in ("sms", "hbm_tbs", "l2_tbs", "sm_gbs", "matrix_tflops", "narrow_width"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"machine {name} must be more than 0, got {getattr(self, name)}")
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name.endswith(("_us", "_ns")) and not 0 <= value < float("inf"):
+                raise ValueError(f"machine {entry.name} must be 0 or more, got {value}")
+        if not 0 <= self.spread < 1:
+            raise ValueError(f"machine spread must be 0 or more and below 1, got {self.spread}")
+
+    @property
+    def label(self) -> str:
+        """Its name, and what its numbers are worth."""
+        return f"{self.name} ({'calibrated' if self.verified else 'unverified'}: {self.source})"
+
+
+@cache
+def calibration() -> dict[str, Any]:
+    """The shipped calibration: costs, what they were fitted to, and the errors that are left."""
+    text = resources.files(__package__).joinpath(CALIBRATION).read_text(encoding="utf-8")
+    document: dict[str, Any] = json.loads(text)
+    return document
+
+
+def _h200() -> Machine:
+    found = calibration()
+    return Machine(
+        name="h200",
+        verified=True,
+        source=f"fitted to {found['fitted_to']}",
+        **found["machine"],
+    )
+
+
+def _others() -> dict[str, Machine]:
+    """By data sheet: memory and matrix rates as printed, what a kernel gets of them as on H200."""
+    h200 = _h200()
+    read, matrix = h200.hbm_tbs / 4.8, h200.matrix_tflops / 989
+
+    def sheet(name: str, sms: int, hbm: float, tflops: float, mhz: float) -> Machine:
+        clock = mhz / 1830
+        return replace(
+            h200,
+            name=name,
+            sms=sms,
+            hbm_tbs=round(hbm * read, 3),
+            l2_tbs=round(h200.l2_tbs * sms / h200.sms * clock, 3),
+            sm_gbs=round(h200.sm_gbs * clock, 1),
+            matrix_tflops=round(tflops * matrix, 1),
+            verified=False,
+            source="rates of the data sheet, costs of h200",
+        )
+
+    return {
+        "h100-sxm": sheet("h100-sxm", 132, 3.35, 989, 1830),
+        "h100-pcie": sheet("h100-pcie", 114, 2.0, 756, 1620),
+        "h800-sxm": sheet("h800-sxm", 132, 3.35, 989, 1830),
+        "h20": sheet("h20", 78, 4.0, 148, 1830),
+        "gh200-96gb": sheet("gh200-96gb", 132, 4.0, 989, 1830),
+    }
+
+
+MACHINES = ("h200", "h100-sxm", "h100-pcie", "h800-sxm", "h20", "gh200-96gb")
+"""Machines that `load_machine` knows by name; only h200 is calibrated."""
+
+
+def load_machine(which: str | Path | Machine) -> Machine:
+    """A machine by name, from a JSON file of `Machine`'s fields, or as it is.
+
+    A file may name a `base` machine and only the fields that differ; it counts as unverified.
+    Raises ValueError for an unknown name or field, a file that cannot be read, or a value that is
+    not allowed.
+    """
+    if isinstance(which, Machine):
+        return which
+    text = str(which)
+    if text == "h200":
+        return _h200()
+    if text in MACHINES:
+        return _others()[text]
+    if not text.endswith(".json"):
+        raise ValueError(
+            f"machine must be one of {', '.join(MACHINES)} or a .json file, got {text!r}"
+        )
+    try:
+        given = json.loads(Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"machine {text}: {getattr(error, 'strerror', None) or error}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"machine {text}: must hold a JSON object of Machine's fields")
+    base = given.pop("base", "h200")
+    if base not in MACHINES:
+        raise ValueError(f"machine {text}: base must be one of {', '.join(MACHINES)}, got {base!r}")
+    known = {entry.name: entry.type for entry in fields(Machine)}
+    for name, value in given.items():
+        if name not in known or name == "verified":
+            raise ValueError(f"machine {text}: unknown field {name!r}")
+        wanted = known[name]
+        if wanted == "str":
+            right = isinstance(value, str)
+        else:
+            right = isinstance(value, int if wanted == "int" else (int, float))
+            right = right and not isinstance(value, bool)
+        if not right:
+            raise ValueError(f"machine {text}: {name} must be a {wanted}, got {value!r}")
+    named: dict[str, Any] = {"name": Path(text).stem, "source": f"user-defined, from {base}"}
+    return replace(load_machine(base), **(named | given), verified=False)

@@ -1,0 +1,500 @@
+"""The simulator: nothing lost, nothing impossible, and how far it is from measured launches."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weave_moe.cli import cli
+from weave_moe.schedule import POLICY_CODES, Dispenser, Knobs
+from weave_moe.shapes import LayerShape
+from weave_moe.simulate import (
+    MACHINES,
+    Machine,
+    Simulated,
+    calibration,
+    deal_counts,
+    load_machine,
+    make_workload,
+    simulate,
+)
+from weave_moe.simulate.calibrate import (
+    Cell,
+    Predicted,
+    draw_routings,
+    fit,
+    predict,
+    ranking,
+    read_cells,
+    summary,
+)
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results/h200-experts.jsonl"
+QWEN = LayerShape(2048, 768, 128, 8)
+H200 = load_machine("h200")
+SMALL = replace(H200, name="small", sms=6, hbm_tbs=0.2, l2_tbs=0.4)
+POLICIES = tuple(POLICY_CODES)
+
+Ids = npt.NDArray[np.int64]
+
+
+def routing(tokens: int, experts: int, top_k: int, skew: float = 0.0, seed: int = 0) -> Ids:
+    generator = np.random.default_rng(seed)
+    logits = -skew * np.log(np.arange(1.0, experts + 1)) + generator.gumbel(size=(tokens, experts))
+    return np.argsort(-logits, axis=1)[:, :top_k]
+
+
+@st.composite
+def launches(draw: st.DrawFn) -> dict[str, Any]:
+    """A layer of any small size, a routing with skipped slots, a policy, held and slow SMs."""
+    experts = draw(st.integers(1, 12))
+    top_k = draw(st.integers(1, min(4, experts)))
+    tokens = draw(st.one_of(st.integers(1, 40), st.integers(300, 700)))
+    ids = routing(
+        tokens, experts, top_k, draw(st.sampled_from((0.0, 1.5, 4.0))), draw(st.integers(0, 99))
+    )
+    skipped = draw(st.sampled_from((0.0, 0.3, 1.0)))
+    ids[np.random.default_rng(0).random(ids.shape) < skipped] = -1
+    return {
+        "shape": LayerShape(
+            draw(st.integers(1, 40)) * 16, draw(st.integers(1, 30)) * 16, experts, top_k
+        ),
+        "topk_ids": ids,
+        "policy": draw(st.sampled_from(POLICIES)),
+        "held": draw(st.integers(0, SMALL.sms - 1)),
+        "slow": draw(st.sampled_from(({}, {0: 3.0}, {2: 50.0, 5: 0.5}))),
+        "knobs": Knobs(
+            victim=draw(st.sampled_from(("largest", "random"))),
+            steal=draw(st.sampled_from(("half", "one"))),
+            min_steal=draw(st.integers(1, 3)),
+        ),
+        "machine": replace(
+            SMALL,
+            l2_mb=draw(st.sampled_from((0.01, 30.0))),
+            publish_us=draw(st.sampled_from((0.0, 1.0, 40.0))),
+            spread=draw(st.sampled_from((0.0, 0.1, 0.6))),
+        ),
+    }
+
+
+# Conservation
+
+
+@given(launches())
+@settings(max_examples=40)
+def test_every_task_runs_once_in_an_order_that_can_be(launch: dict[str, Any]) -> None:
+    result = simulate(**launch, trace=True)
+    work = make_workload(launch["shape"], launch["topk_ids"])
+    trace = result.trace
+    assert trace is not None
+    assert len(trace) == result.tasks == sum(work.tasks)
+
+    ran = Counter(
+        tuple(int(entry[name]) for name in ("stage", "group", "chunk", "part")) for entry in trace
+    )
+    expected = Counter(
+        (number, group, chunk, part)
+        for number, stage in enumerate(work.stages)
+        for group in range(len(work.plan.groups))
+        for chunk in range(stage.chunks)
+        for part in range(stage.parts)
+    )
+    expected.update({(2, -1, block, 0): work.slices for block in range(work.token_blocks)})
+    assert ran == expected
+
+    ends_up: Counter[int] = Counter()
+    ends_down: Counter[int] = Counter()
+    for entry in trace:
+        if entry["stage"] == 0:
+            ends_up[entry["group"]] = max(ends_up[entry["group"]], entry["end_ns"])
+        if entry["stage"] == 1:
+            ends_down[entry["expert"]] = max(ends_down[entry["expert"]], entry["end_ns"])
+    publish, rounding = launch["machine"].publish_us * 1e3, 2
+    ids, kernel = launch["topk_ids"], work.kernel
+    for entry in trace:
+        needs = [0]
+        if entry["stage"] == 1:
+            needs = [ends_up[entry["group"]] + publish]
+        elif entry["stage"] == 2:
+            first = int(entry["chunk"]) * kernel.combine_tokens
+            its = ids[first : first + kernel.combine_tokens]
+            needs += [ends_down[e] + publish for e in np.unique(its[its >= 0]).tolist()]
+        assert entry["start_ns"] >= max(needs) - rounding
+        assert entry["claim_ns"] - rounding <= entry["start_ns"] <= entry["end_ns"]
+
+    for worker in range(SMALL.sms):
+        its = trace[trace["worker"] == worker]
+        assert (its["start_ns"][1:] >= its["end_ns"][:-1] - rounding).all()
+
+
+@given(launches())
+@settings(max_examples=40)
+def test_time_and_bytes_add_up(launch: dict[str, Any]) -> None:
+    result = simulate(**launch)
+    work = make_workload(launch["shape"], launch["topk_ids"])
+    makespan = result.makespan_us * 1e3
+    assert len(result.per_worker) == SMALL.sms  # those that came late have left, too
+    assert sum(w.tasks for w in result.per_worker) == result.tasks
+    for worker in result.per_worker:
+        assert worker.busy_ns + worker.wait_ns + worker.idle_ns == pytest.approx(makespan, abs=2)
+        assert worker.idle_ns >= -2
+        assert worker.first_ns <= worker.last_ns <= makespan + 1
+    busy = sum(w.busy_ns for w in result.per_worker[: SMALL.sms - launch["held"]])
+    assert result.busy_share * makespan * (SMALL.sms - launch["held"]) == pytest.approx(
+        busy, abs=2 * SMALL.sms
+    )
+    assert 0 <= result.tail_gap_us <= result.makespan_us
+    # Each active expert's weights at least once, and no more often than it has groups.
+    most = work.weight_bytes * max((g.siblings for g in work.plan.groups), default=1)
+    assert work.weight_bytes == result.least_bytes
+    assert result.least_bytes <= result.read_bytes + 1 <= most + 1
+    if launch["machine"].l2_mb > 1:
+        assert result.read_bytes == pytest.approx(result.least_bytes, abs=1)
+    if launch["policy"] not in ("steal", "window"):
+        assert result.steals == result.steal_attempts == 0
+
+
+@given(launches())
+@settings(max_examples=40)
+def test_nothing_is_faster_than_the_machine(launch: dict[str, Any]) -> None:
+    machine = replace(launch["machine"], narrow_width=8)
+    result = simulate(**(launch | {"machine": machine}))
+    assert result.time_us >= result.floor_us * 0.999 - 1e-6 or launch["topk_ids"].size == 0
+
+
+# What time must follow from
+
+
+@given(launches(), st.floats(1.1, 4.0))
+@settings(max_examples=40)
+def test_a_machine_n_times_as_fast_takes_an_nth(launch: dict[str, Any], n: float) -> None:
+    machine = launch["machine"]
+    rates = ("hbm_tbs", "l2_tbs", "sm_gbs", "matrix_tflops")
+    changed = {name: getattr(machine, name) * n for name in rates}
+    for name, value in asdict(machine).items():
+        if name.endswith(("_us", "_ns")):
+            changed[name] = value / n
+    slow = {sm: extra / n for sm, extra in launch["slow"].items()}
+    before = simulate(**launch)
+    after = simulate(**(launch | {"machine": replace(machine, **changed), "slow": slow}))
+    assert after.time_us * n == pytest.approx(before.time_us, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rate", ["hbm_tbs", "sm_gbs", "matrix_tflops"])
+def test_more_of_a_rate_is_no_slower(policy: str, rate: str) -> None:
+    ids = routing(64, 128, 8, 1.0)
+    times = [
+        simulate(
+            QWEN, ids, policy=policy, machine=replace(H200, **{rate: getattr(H200, rate) * f})
+        ).time_us
+        for f in (0.5, 1.0, 2.0)
+    ]
+    assert times[0] * 1.01 >= times[1]
+    assert times[1] * 1.01 >= times[2]
+
+
+@pytest.mark.parametrize("hot", [0, 77])
+def test_static_expert_takes_as_long_as_its_longest_list(hot: int) -> None:
+    ids = routing(256, 128, 8)
+    ids[:, 0] = hot
+    work = make_workload(QWEN, ids)
+    result = simulate(QWEN, ids, policy="static_expert")
+    first = [g * work.stages[0].tasks_per_group for g in work.plan.expert_group]
+    lists = Dispenser(Knobs("static_expert"), work.tasks[0], H200.sms, first)
+    longest = max(len(lists.tasks_of(t)) for t in range(H200.sms))
+    tile = 128 * QWEN.hidden * 2
+    assert result.time_us > longest * tile / (H200.sm_gbs * 1e3)
+    assert simulate(QWEN, ids, policy="steal").time_us < result.time_us / 2
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 256])
+def test_stealing_is_level_with_the_counter_on_even_routing(tokens: int) -> None:
+    ids = routing(tokens, 128, 8)
+    times = [simulate(QWEN, ids, policy=p).time_us for p in ("steal", "counter")]
+    assert times[0] == pytest.approx(times[1], rel=0.02)
+
+
+def test_held_sms_hurt_those_who_wait_for_them() -> None:
+    ids = routing(64, 128, 8)
+
+    def times(held: int) -> dict[str, float]:
+        return {
+            p: simulate(QWEN, ids, policy=p, held=held).time_us
+            for p in ("counter", "steal", "static_strided")
+        }
+
+    before, after, most = times(0), times(16), times(131)
+    for policy in before:
+        assert before[policy] < after[policy] < most[policy]
+    for policy in ("counter", "steal"):
+        assert after[policy] < 1.1 * before[policy]
+        assert after[policy] < after["static_strided"]
+
+
+def test_slow_sms_hurt_fixed_lists() -> None:
+    ids = routing(64, 128, 8)
+    slow = dict.fromkeys(range(0, 132, 8), 2.0)
+    times = {
+        p: simulate(QWEN, ids, policy=p, slow=slow).time_us
+        for p in ("counter", "steal", "static_strided")
+    }
+    assert times["static_strided"] > 1.3 * max(times["counter"], times["steal"])
+
+
+def test_a_window_is_stolen_from_where_lists_are_uneven() -> None:
+    ids = routing(256, 128, 8, 1.2)
+    result = simulate(QWEN, ids, policy="window", trace=True)
+    assert result.steals > 0
+    assert result.trace is not None
+    assert (result.trace["victim"] >= 0).sum() == result.steals
+    assert (result.trace["victim"] < 132).all()
+
+
+# Against measurements
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[Cell]:
+    return read_cells(RESULTS)
+
+
+@pytest.fixture(scope="module")
+def stated() -> dict[str, list[Predicted]]:
+    """The rows that the calibration's errors were computed from."""
+    found = calibration()
+    rows: dict[str, list[Predicted]] = {"fitted": [], "held_out": []}
+    for model, tokens, skew, policy, us, simulated in found["rows"]:
+        kind = "fitted" if model in found["errors"]["fitted"]["models"] else "held_out"
+        rows[kind].append(Predicted(Cell(model, tokens, skew, policy, us, 0, 0), simulated))
+    return rows
+
+
+def key(cell: Cell) -> tuple[object, ...]:
+    return (*cell.place, cell.policy, cell.us)
+
+
+def test_the_calibration_is_of_the_committed_rows(
+    cells: list[Cell], stated: dict[str, list[Predicted]]
+) -> None:
+    found = calibration()
+    assert (ROOT / found["results"]).samefile(RESULTS)
+    commits = {json.loads(line)["commit"] for line in RESULTS.read_text().splitlines()}
+    assert set(found["rows_commit"]) == commits
+    rows = [p.cell for kind in stated.values() for p in kind]
+    assert sorted(map(key, rows)) == sorted(map(key, cells))
+    for kind, models in (
+        ("fitted", {"qwen3-30b", "mixtral"}),
+        ("held_out", {"qwen3-235b", "deepseek-v3"}),
+    ):
+        assert {p.cell.model for p in stated[kind]} == set(found["errors"][kind]["models"])
+        assert set(found["errors"][kind]["models"]) == models
+
+
+@pytest.mark.parametrize("kind", ["fitted", "held_out"])
+def test_errors_are_what_the_rows_give(kind: str, stated: dict[str, list[Predicted]]) -> None:
+    found = calibration()["errors"][kind]
+    assert summary(stated[kind]).items() <= found.items()
+    for policy, by in found["by_policy"].items():
+        assert summary([p for p in stated[kind] if p.cell.policy == policy]) == by
+    order = ranking(stated[kind])
+    assert (order.pairs, order.right) == (
+        found["ranking"]["pairs_above_5_percent"],
+        found["ranking"]["right"],
+    )
+    assert found["median"] <= 0.08
+    assert found["worst"] <= 0.20
+    assert order.right >= 0.95 * order.pairs
+
+
+def test_the_shipped_code_gives_the_stated_rows(
+    cells: list[Cell], stated: dict[str, list[Predicted]]
+) -> None:
+    errors = calibration()["errors"]
+    small = [c for c in cells if c.tokens == 1 or (c.tokens == 16 and c.model != "deepseek-v3")]
+    wanted = {key(p.cell): p.us for kind in stated.values() for p in kind}
+    for p in predict(H200, small, routings=errors["routings"], seed=errors["seed"]):
+        assert p.us == pytest.approx(wanted[key(p.cell)], rel=5e-3)
+
+
+def test_held_out_rows_on_other_routings(cells: list[Cell]) -> None:
+    held_out = [c for c in cells if c.model in calibration()["errors"]["held_out"]["models"]]
+    found = predict(H200, held_out, routings=1, seed=7)
+    errors = calibration()["errors"]["held_out"]
+    assert summary(found)["median"] <= errors["median"] + 0.01
+    assert summary(found)["worst"] <= errors["worst"] + 0.04
+    order = ranking(found)
+    assert order.right >= 0.95 * order.pairs
+
+
+def test_drawn_routings_are_like_the_measured_ones() -> None:
+    cell = Cell("qwen3-30b", 64, 1.2, "steal", 1.0, active=97.6, busiest=60.2)
+    drawn = draw_routings(cell, 4)
+    loads = [np.bincount(ids.ravel(), minlength=128) for ids in drawn]
+    assert all(ids.shape == (64, 8) for ids in drawn)
+    assert all(len(set(row)) == 8 for ids in drawn for row in ids.tolist())
+    assert np.mean([(load > 0).sum() for load in loads]) == pytest.approx(97.6, abs=1.5)
+    assert np.mean([load.max() for load in loads]) == pytest.approx(60.2, abs=1.5)
+
+
+def test_a_fit_finds_what_the_rows_came_from() -> None:
+    truth = replace(H200, hbm_tbs=4.4, launch_us=4.0)
+    places = [("qwen3-30b", 1, 0.0, 8.0, 1.0), ("qwen3-30b", 16, 0.0, 83.0, 4.0)]
+    asked = [Cell(m, t, s, "counter", 1.0, a, b) for m, t, s, a, b in places]
+    rows = [replace(p.cell, us=p.us) for p in predict(truth, asked, routings=1)]
+    start = replace(H200, hbm_tbs=4.7, launch_us=2.0)
+    free = {"hbm_tbs": (4.3, 4.8), "launch_us": (1.5, 5.0)}
+    found = fit(start, rows, routings=1, rounds=4, free=free)
+    assert summary(predict(found, rows, routings=1))["worst"] < 0.005
+    assert found.hbm_tbs == pytest.approx(4.4, rel=0.02)
+    assert found.launch_us == pytest.approx(4.0, abs=0.4)
+
+
+# Input
+
+
+def test_dealt_counts_give_those_counts() -> None:
+    ids = deal_counts([3, 0, 4, 1], tokens=4, top_k=2)
+    assert ids.shape == (4, 2)
+    assert np.bincount(ids.ravel(), minlength=4).tolist() == [3, 0, 4, 1]
+    assert all(a != b for a, b in ids.tolist())
+    for counts in ([5], [-1, 1], []):
+        with pytest.raises(ValueError, match="counts"):
+            deal_counts(counts, tokens=4, top_k=1)
+    with pytest.raises(ValueError, match="tokens x top_k"):
+        deal_counts([4, 4], tokens=4, top_k=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topk_ids": [[0.5] * 8]}, "topk_ids"),
+        ({"topk_ids": [[1] * 7]}, "topk_ids"),
+        ({"topk_ids": np.zeros((0, 8), dtype=int)}, "at least 1 token"),
+        ({"shape": replace(QWEN, dtype="float32")}, "dtype"),
+        ({"policy": "fair"}, "policy"),
+        ({"machine": "b9000"}, "machine"),
+        ({"held": 132}, "held"),
+        ({"held": -1}, "held"),
+        ({"slow": {132: 1.0}}, "slow"),
+        ({"slow": {0: -1.0}}, "slow"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    good = {"shape": QWEN, "topk_ids": [[0, 1, 2, 3, 4, 5, 6, 7]]}
+    assert simulate(**good).tasks > 0
+    with pytest.raises(ValueError, match=message):
+        simulate(**(good | change))
+
+
+def test_only_the_measured_machine_counts_as_verified(tmp_path: Path) -> None:
+    assert [name for name in MACHINES if load_machine(name).verified] == ["h200"]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"base": "h100-sxm", "sms": 100}))
+    mine = load_machine(path)
+    assert (mine.name, mine.sms, mine.verified) == ("mine", 100, False)
+    assert mine.hbm_tbs == load_machine("h100-sxm").hbm_tbs
+    assert "unverified" in mine.label
+    for text in ('{"sms": "many"}', '{"sms": 0}', '{"colour": 1}', "[1]", '{"base": "x"}', "{"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="machine"):
+            load_machine(path)
+    with pytest.raises(ValueError, match="machine"):
+        load_machine(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("change", [{"spread": 1.0}, {"plan_us": -1.0}, {"hbm_tbs": 0.0}])
+def test_an_impossible_machine_is_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        Machine(**(asdict(H200) | change))
+
+
+# Command line
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["simulate", *arguments])
+
+
+def test_the_command_prints_what_the_api_says() -> None:
+    result = invoke("--preset", "qwen3-30b", "--tokens", "32", "--routing", "zipf", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["simulated"] is True
+    assert [p["policy"] for p in document["policies"]] == list(
+        dict.fromkeys(p["policy"] for p in document["policies"])
+    )
+    assert {p["policy"] for p in document["policies"]} == set(POLICIES)
+    assert (
+        document["error"]["held_out"]["median"] == (calibration()["errors"]["held_out"]["median"])
+    )
+    again = invoke("--preset", "qwen3-30b", "--tokens", "32", "--routing", "zipf", "--json")
+    assert again.stdout == result.stdout
+
+
+def test_the_table_is_labelled_and_states_its_error() -> None:
+    result = invoke("--preset", "qwen3-30b", "--tokens", "16", "--held", "16", "--policy", "steal")
+    assert result.exit_code == 0, result.output
+    for text in ("simulated", "steal", "median", "held SMs", "16 of them held", "calibrated"):
+        assert text in result.stdout
+    other = invoke("--preset", "qwen3-30b", "--tokens", "1", "--machine", "h100-sxm")
+    assert other.exit_code == 0, other.output
+    assert "unverified" in other.stdout
+    assert "error unknown: machine h100-sxm" in " ".join(other.stdout.split())
+
+
+def test_the_shipped_trace_is_the_default() -> None:
+    result = invoke("--tokens", "100", "--policy", "counter")
+    assert result.exit_code == 0, result.output
+    assert "trace small-16e-top4" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--machine", "b9000"),
+        ("--policy", "fair"),
+        ("--held", "132"),
+        ("--preset", "qwen3-30b", "--tokens", "8193"),
+        ("--preset", "qwen3-30b", "--routing", "flat"),
+    ],
+)
+def test_bad_options_are_one_line_and_status_2(arguments: tuple[str, ...]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
+    for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(compile(code, "simulate.md", "exec"), {})
+    assert "held by another kernel" in capsys.readouterr().out
+
+
+def test_the_page_states_the_shipped_errors() -> None:
+    page = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
+    for kind in ("fitted", "held_out"):
+        found = calibration()["errors"][kind]
+        row = f"| {found['cells']} | {found['median']:.1%} | {found['worst']:.1%} |"
+        assert row in page
+
+
+def test_results_compare_by_value() -> None:
+    ids = routing(4, 128, 8)
+    first, second = simulate(QWEN, ids, trace=True), simulate(QWEN, ids)
+    assert isinstance(first, Simulated)
+    assert first == second
