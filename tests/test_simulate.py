@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 from collections import Counter
@@ -16,8 +17,9 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from native import Builder, needs_cxx
 from weave_moe.cli import cli
-from weave_moe.schedule import POLICY_CODES, Dispenser, Knobs
+from weave_moe.schedule import POLICY_CODES, VICTIM_CODES, Dispenser, Knobs
 from weave_moe.shapes import LayerShape
 from weave_moe.simulate import (
     MACHINES,
@@ -39,6 +41,7 @@ from weave_moe.simulate.calibrate import (
     read_cells,
     summary,
 )
+from weave_moe.simulate.claims import StageClaims
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/h200-experts.jsonl"
@@ -172,6 +175,82 @@ def test_nothing_is_faster_than_the_machine(launch: dict[str, Any]) -> None:
     machine = replace(launch["machine"], narrow_width=8)
     result = simulate(**(launch | {"machine": machine}))
     assert result.time_us >= result.floor_us * 0.999 - 1e-6 or launch["topk_ids"].size == 0
+
+
+# The claims are the kernel's
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return ctypes.CDLL(str(Builder.of_session(tmp_path_factory).build("claims.cpp", shared=True)))
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> tuple[Dispenser, list[int], int, list[int]]:
+    """A stage under any policy, its expert_group, tasks a group, and who claims when."""
+    expert_group = [0]
+    for n in draw(st.lists(st.integers(0, 9), min_size=1, max_size=12)):
+        expert_group.append(expert_group[-1] + n)
+    per_group = draw(st.integers(1, 4))
+    first = [g * per_group for g in expert_group]
+    knobs = Knobs(
+        draw(st.sampled_from(POLICIES)),
+        draw(st.sampled_from(("largest", "random"))),
+        draw(st.sampled_from(("half", "one"))),
+        draw(st.integers(1, 3)),
+        draw(st.integers(0, 100)),
+    )
+    workers = draw(st.integers(1, 16))
+    # Some come often, some never until the end.
+    busy = draw(st.integers(1, workers))
+    order = draw(st.lists(st.integers(0, busy - 1), max_size=2 * first[-1]))
+    order += list(range(workers)) * (first[-1] + 3)
+    return Dispenser(knobs, first[-1], workers, first), expert_group, per_group, order
+
+
+@needs_cxx
+@given(stages())
+@settings(max_examples=200)
+def test_claims_are_those_of_the_device_code(
+    core: ctypes.CDLL, stage: tuple[Dispenser, list[int], int, list[int]]
+) -> None:
+    dispenser, expert_group, per_group, order = stage
+    knobs = dispenser.knobs
+    numbers = (
+        np.array(
+            [
+                POLICY_CODES[knobs.policy],
+                VICTIM_CODES[knobs.victim],
+                knobs.steal == "one",
+                knobs.min_steal,
+                knobs.static_share,
+            ],
+            np.uint32,
+        ),
+        np.array(expert_group, np.uint32),
+        np.array(order, np.uint32),
+        np.zeros(len(order), np.uint32),
+        np.zeros(len(order), np.uint32),
+    )
+    its, bounds, turns, task, victim = (ctypes.c_void_p(a.ctypes.data) for a in numbers)
+    core.claims_in_order(
+        its, dispenser.tasks, dispenser.workers, len(expert_group) - 1, bounds, per_group,
+        turns, len(order), task, victim,
+    )  # fmt: skip
+    want = [
+        tuple(-1 if v == 0xFFFFFFFF else int(v) for v in pair)
+        for pair in zip(*numbers[3:], strict=True)
+    ]
+
+    claims, gone, got = StageClaims(dispenser), set(), []
+    for worker in order:
+        found = None if worker in gone else claims.next(worker)
+        if found is None:
+            gone.add(worker)
+        got.append(found or (-1, -1))
+    assert got == want
+    assert claims.queued == 0
+    assert sorted(t for t, _ in got if t >= 0) == list(range(dispenser.tasks))
 
 
 # What time must follow from
