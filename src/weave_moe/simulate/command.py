@@ -12,6 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from .._version import __version__
+from ..backends.cuda import slab_tokens
 from ..presets import Preset
 from ..run import sources
 from ..run.command import Request, RunOptions, prepare
@@ -23,10 +24,6 @@ from .machine import Machine, calibration, load_machine
 from .result import Simulated, simulate
 
 __all__ = ["SimulateOptions", "error_line", "simulate_command"]
-
-LONGEST = 8192
-"""Most tokens of one launch: longer calls are several."""
-
 
 @dataclass(frozen=True)
 class SimulateOptions:
@@ -48,11 +45,15 @@ def _full_size(
     options: RunOptions, layer: Preset, tokens: int
 ) -> tuple[Preset, str, tuple[str, ...]]:
     """The layer as it is: nothing is run, so nothing must fit. 16-bit, as the kernel takes it."""
-    if tokens > LONGEST:
-        raise InputError(f"--tokens must be at most {LONGEST}, what one launch takes; got {tokens}")
     if not layer.activation.gated:
         raise InputError(f"{layer.name}: its activation is not gated, which the GPU kernel needs")
     dtype = layer.dtype if layer.dtype in ("bfloat16", "float16") else "bfloat16"
+    longest = slab_tokens(layer.shape(dtype))
+    if tokens > longest:
+        raise InputError(
+            f"--tokens must be at most {longest} for {layer.name}, what one launch takes (a longer "
+            f"call is several); got {tokens}"
+        )
     notes = list(layer.notes)
     if layer.shared_intermediate:
         notes.append("the model's shared experts are dense and left out")
