@@ -25,6 +25,7 @@ from .result import Simulated, simulate
 
 __all__ = ["SimulateOptions", "error_line", "simulate_command"]
 
+
 @dataclass(frozen=True)
 class SimulateOptions:
     """The options of `weave-moe simulate`, as the command line has them."""
