@@ -883,3 +883,25 @@ class TestCompile:
         )
         assert "weave.moe_experts" in str(program.graph)
         assert torch.equal(program.module()(*routed(9)), experts(*routed(9)))
+
+
+def test_the_documentations_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/transformers.md, block by block, on a tiny model."""
+    page = Path(__file__).resolve().parents[1] / "docs" / "transformers.md"
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+    model_of("Qwen3Moe").save_pretrained(tmp_path)
+    names: dict[str, Any] = {"path": tmp_path}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+    printed = capsys.readouterr().out
+    shown = "weave: on, in 2 of 2 layers of experts\n  model.layers.0.mlp.experts  Qwen3MoeExperts:"
+    assert shown in printed
+    assert "tokens/s" in printed
+    assert names["done"].replaced == ()
+    assert names["model"].get_experts_implementation() == {"": "grouped_mm"}
+    assert f"{len(offered())} of them" in page.read_text("utf-8") or not (
+        transformers.__version__.startswith("5.24")
+    )
+    assert f"{len(FAMILIES)} families" in page.read_text("utf-8")

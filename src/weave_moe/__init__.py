@@ -18,7 +18,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .backends.cuda import KernelError, check, warmup
     from .host.workspace import Workspace
-    from .integrations.transformers import optimize
+    from .integrations.fuse import optimize
     from .layer import MoELayer, fused_experts, moe_layer, workspace_bytes
     from .routing import RoutingConfig, route, router_logits
     from .shapes import POLICIES, Activation, LayerShape, SharedExperts
@@ -55,7 +55,7 @@ _HOME = {
     "check": "backends.cuda",
     "fused_experts": "layer",
     "moe_layer": "layer",
-    "optimize": "integrations.transformers",
+    "optimize": "integrations.fuse",
     "route": "routing",
     "router_logits": "routing",
     "warmup": "backends.cuda",

@@ -1,6 +1,7 @@
 """The layer in the engines that people run models with.
 
-    weave_moe.integrations.transformers    experts_implementation="weave", `optimize`, `report`
+    weave_moe.integrations.transformers    experts_implementation="weave", `report`, `prepare`
+    weave_moe.integrations.fuse            `optimize`, which is weave_moe.optimize: whole blocks
 
-Each module needs its engine and is imported by name only.
+A module with an engine's name needs that engine, and is imported by name only.
 """
