@@ -41,7 +41,6 @@ class Needs:
     gathered_bytes: int
     plan: int
     sums: int
-    part_counts: int
 
 
 def control_bytes(workers: int, groups: int, experts: int) -> int:
@@ -96,7 +95,6 @@ def needs_of(
         rows * hidden * 2 if plan.gathered_first else 0,
         plan_bytes,
         sums,
-        parts,
     )
 
 
