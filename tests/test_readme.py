@@ -66,6 +66,17 @@ def test_links_lead_to_files(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_every_page_is_found_from_the_readme() -> None:
+    reached, pending = set(), [ROOT / "README.md"]
+    while pending:
+        page = pending.pop()
+        if page not in reached:
+            reached.add(page)
+            links = re.findall(r"\]\(([^)#]+\.md)[^)]*\)", page.read_text(encoding="utf-8"))
+            pending += [(page.parent / link).resolve() for link in links if "://" not in link]
+    assert set(PAGES) <= reached
+
+
 def test_the_table_of_policies_is_complete() -> None:
     table = README.split("## Policies")[1].split("##")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(POLICIES)
