@@ -14,6 +14,7 @@ from .. import backends
 from ..blocks import COVERED
 from ..layer import MoELayer
 from ..shapes import POLICIES, check_choice
+from .fit import problem_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -93,8 +94,9 @@ def optimize(
     back. Layers that are replaced already are left alone, so that it may be called twice.
 
     A block stays as it is, with the reason in the log "weave_moe" and in `.kept`, if it is not
-    covered, has forward hooks (a fused layer would not run them), is offloaded, or the model is
-    asked for router logits, which a fused router does not hand out.
+    covered, has forward hooks (a fused layer would not run them), is offloaded, the device's fast
+    backend refuses it (the slow reference would run), or the model is asked for router logits,
+    which a fused router does not hand out.
 
     policy, backend, workspace: see `weave_moe.fused_experts`. For inference only.
 
@@ -120,6 +122,8 @@ def optimize(
                 )
             except ValueError as error:
                 reason = str(error)
+            else:
+                reason = problem_of(layer, next(block.parameters()).device)
         if reason is not None:
             done.kept[name] = reason
             _log.warning("%s stays as it is: %s", name, reason)

@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .. import backends, ops
 from ..blocks import _ACTIVATIONS
 from ..layer import MoELayer, _row_major, fused_experts
-from ..shapes import DTYPES, POLICIES, Activation, ExpertsCall, LayerShape, check_choice, dtype_name
+from ..shapes import DTYPES, POLICIES, Activation, LayerShape, check_choice, dtype_name
+from .fit import backend_problem, problem_of
 from .fuse import Optimized, optimize
 
 try:
@@ -221,7 +222,7 @@ def _check_gate(experts: Any, layout: _Layout) -> str | None:
         return None
     key = (type(experts)._apply_gate, activation, layout.interleaved)
     if key not in _checked:
-        sample = torch.linspace(-60.0, 60.0, 242).reshape(11, 22)
+        sample = torch.linspace(-60.0, 60.0, 242, dtype=torch.float32, device="cpu").reshape(11, 22)
         halves = (
             (sample[:, ::2], sample[:, 1::2]) if layout.interleaved else sample.chunk(2, dim=-1)
         )
@@ -241,51 +242,6 @@ def _check_gate(experts: Any, layout: _Layout) -> str | None:
 # ---- Whether a backend takes them ---------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1024)
-def _backend_problem(
-    wanted: str,
-    device: str,
-    index: int | None,
-    dtype: str,
-    sizes: tuple[int, int, int, int],
-    kind: str,
-    interleaved: bool,
-    aligned: bool,
-) -> str | None:
-    name = {"cuda": "cuda", "cpu": "host"}.get(device) if wanted == "auto" else wanted
-    if name is None:
-        return f"no backend runs on a device of type {device}"
-    # A stand-in that has the sizes in `shape` and needs no memory: what a backend looks at beside
-    # them is where and how the weights lie.
-    activation = Activation(kind)
-    shape = LayerShape(*sizes, dtype, activation.gated)
-    at = torch.device(device, index) if index is not None else torch.device(device)
-    weight = torch.empty((1, 1, 32), dtype=shape.torch_dtype, device=at)
-    if not aligned:
-        weight = weight[:, :, 1:9]
-    none = torch.empty((0, 1), dtype=shape.torch_dtype, device=at)
-    call = ExpertsCall(
-        x=none,
-        w13=weight,
-        w2=weight,
-        topk_weights=none,
-        topk_ids=none.to(torch.int32),
-        activation=activation,
-        b13=None,
-        b2=None,
-        expert_map=None,
-        num_valid_tokens=None,
-        out=None,
-        policy="auto",
-        workspace=None,
-        interleaved=interleaved,
-        weight_on_input=False,
-        shape=shape,
-    )
-    reason = backends.why_not(name, call)
-    return None if reason is None else f"backend {name!r} cannot run it: {reason}"
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _backend_reason(
     device: str,
@@ -300,8 +256,9 @@ def _backend_reason(
 
     From plain values only, so that a compiler can evaluate it while it traces. sizes: H, I, E, k.
     """
-    return _backend_problem(
-        _settings.backend, device, index, dtype, sizes, kind, interleaved, aligned
+    shape = LayerShape(*sizes, dtype, Activation(kind).gated)
+    return backend_problem(
+        _settings.backend, device, index, shape, kind, interleaved=interleaved, aligned=aligned
     )
 
 
@@ -481,11 +438,21 @@ def register(*, policy: str = "auto", backend: str = "auto") -> None:
         tensors' device: where that does not take a layer, transformers' grouped_mm runs, rather
         than the slow reference.
 
-    Raises TypeError or ValueError naming the argument.
+    Raises TypeError or ValueError naming the argument; ImportError for a transformers before 5.7,
+    which takes no names but its own.
     """
     _settings.policy = check_choice("policy", policy, POLICIES)
     _settings.backend = check_choice("backend", backend, backends.NAMES)
     _moe.ExpertsInterface.register(NAME, _forward)
+    auto: Any = _transformers
+    try:
+        # It looks at the model for one of transformers' own names only.
+        auto.PreTrainedModel.get_correct_experts_implementation(None, NAME)
+    except ValueError:
+        raise ImportError(
+            f"experts_implementation={NAME!r} needs transformers 5.7 or newer, which takes names "
+            f"from other packages; this is {auto.__version__}"
+        ) from None
     try:
         from transformers.integrations import finegrained_fp8
     except ImportError:
@@ -594,6 +561,10 @@ def _backend_of(device: torch.device) -> str:
     return {"cuda": "cuda", "cpu": "host"}.get(device.type, "reference")
 
 
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
 def _status(name: str, module: Any, device: torch.device | None) -> LayerStatus:
     kind = type(module).__name__
 
@@ -601,9 +572,12 @@ def _status(name: str, module: Any, device: torch.device | None) -> LayerStatus:
         return LayerStatus(name, kind, False, reason)
 
     if isinstance(module, MoELayer):
-        return LayerStatus(
-            name, kind, True, f"the whole layer, router included, backend {module.backend}"
-        )
+        at = device or _device_of(module)
+        reason = problem_of(module, at)
+        if reason is not None:
+            return no(f"the slow reference runs, router included: {reason}")
+        used = _backend_of(at) if module.backend == "auto" else module.backend
+        return LayerStatus(name, kind, True, f"the whole layer, router included, backend {used}")
     if isinstance(module, nn.ModuleList):
         return no("its experts are separate modules, where transformers 5 stacks their weights")
     if not _is_offered(module):
