@@ -120,8 +120,12 @@ class _Layout:
 
     @property
     def activation(self) -> Activation:
-        limit = None if self.limit is None else float(self.limit)
-        return Activation(self.kind, float(self.alpha), limit, float(self.up_offset))
+        return _activation(self.kind, self.alpha, self.limit, self.up_offset)
+
+
+@functools.lru_cache(maxsize=256)
+def _activation(kind: str, alpha: float, limit: float | None, up_offset: float) -> Activation:
+    return Activation(kind, float(alpha), None if limit is None else float(limit), up_offset)
 
 
 def _is_offered(module: nn.Module) -> bool:
@@ -256,9 +260,25 @@ def _backend_reason(
 
     From plain values only, so that a compiler can evaluate it while it traces. sizes: H, I, E, k.
     """
+    return _cached_reason(
+        _settings.backend, device, index, dtype, sizes, kind, interleaved, aligned
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_reason(
+    wanted: str,
+    device: str,
+    index: int | None,
+    dtype: str,
+    sizes: tuple[int, int, int, int],
+    kind: str,
+    interleaved: bool,
+    aligned: bool,
+) -> str | None:
     shape = LayerShape(*sizes, dtype, Activation(kind).gated)
     return backend_problem(
-        _settings.backend, device, index, shape, kind, interleaved=interleaved, aligned=aligned
+        wanted, device, index, shape, kind, interleaved=interleaved, aligned=aligned
     )
 
 
