@@ -473,6 +473,28 @@ class TestTheModule:
             losses.append(loss.item())
         assert losses[-1] < 0.7 * losses[0]
 
+    @pytest.mark.parametrize("shared", [0, 24])
+    def test_a_compiler_sees_one_operator(self, shared: int) -> None:
+        """Shared experts break the graph, where their weights' places in memory are looked at."""
+        torch._dynamo.reset()
+        shape = LayerShape(16, 8, 4, 2, "float32")
+        layer = MoELayer(shape, RoutingConfig(2), expert_bias=True, shared_intermediate=shared)
+        fast = torch.compile(layer, backend="eager", fullgraph=not shared)
+        with torch.no_grad():
+            for tokens in (3, 7):
+                x = torch.randn(tokens, 16)
+                assert torch.equal(fast(x), layer(x))
+
+    def test_a_workspace_is_refused_under_a_compiler(self) -> None:
+        torch._dynamo.reset()
+        shape = LayerShape(16, 8, 4, 2, "float32")
+        layer = MoELayer(shape, RoutingConfig(2), workspace=weave_moe.Workspace(2))
+        fast = torch.compile(layer, backend="eager", fullgraph=True)
+        # The compiler wraps what it finds raised.
+        errors = (ValueError, torch._dynamo.exc.Unsupported)
+        with torch.no_grad(), pytest.raises(errors, match="workspace must be None under"):
+            fast(torch.randn(3, 16))
+
     @pytest.mark.parametrize("name", ["auto", "host"])
     def test_gradients_are_refused_elsewhere(self, name: str) -> None:
         layer = MoELayer(LayerShape(16, 8, 4, 2, "float32"), RoutingConfig(2), backend=name)

@@ -32,8 +32,35 @@ __all__ = ["MoELayer", "SharedExperts", "fused_experts", "moe_layer", "workspace
 
 
 def _run(call: ExpertsCall, backend: str) -> Tensor:
+    if backend != "reference" and torch.compiler.is_compiling():
+        return _as_operator(call, backend)
     chosen = backends.choose(call, backend)
     return chosen.experts(call) if call.num_tokens else call.output()
+
+
+def _as_operator(call: ExpertsCall, backend: str) -> Tensor:
+    """What a compiler sees of `_run`: one opaque node, for it cannot follow a backend."""
+    from .ops import moe_experts
+
+    if call.workspace is not None:
+        raise ValueError("workspace must be None under torch.compile, got a Workspace")
+    y = moe_experts(
+        call.x,
+        call.w13,
+        call.w2,
+        call.topk_weights,
+        call.topk_ids,
+        activation=call.activation,
+        b13=call.b13,
+        b2=call.b2,
+        expert_map=call.expert_map,
+        num_valid_tokens=call.num_valid_tokens,
+        interleaved=call.interleaved,
+        weight_on_input=call.weight_on_input,
+        policy=call.policy,
+        backend=backend,
+    )
+    return y if call.out is None else call.out.copy_(y)
 
 
 def fused_experts(

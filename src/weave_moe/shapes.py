@@ -115,7 +115,9 @@ def check_tensor(
     if value.layout is not torch.strided or value.is_nested:
         layout = "nested" if value.is_nested else value.layout
         raise ValueError(f"{name} must be a dense (strided) tensor, got layout {layout}")
-    if value.is_neg():  # its memory holds the opposite of its values, and backends read memory
+    # Its memory would hold the opposite of its values, and backends read memory. (A compiler cannot
+    # ask; the operator that it calls instead does.)
+    if not torch.compiler.is_compiling() and value.is_neg():
         raise ValueError(f"{name} must not be a lazily negated view: pass {name}.resolve_neg()")
     if value.dim() != len(dims):
         raise ValueError(
