@@ -124,9 +124,8 @@ def section(path: Path = RESULTS) -> str:
         f"{row['date']}, commit {row['commit'][:12]}; experts from ids to output, replays of CUDA "
         "graphs, contestants in turn in one process. Floor: the weights of the experts touched at "
         f"{row['read_tbs']:.2f} TB/s, or the arithmetic at {row['matrix_tflops']:.0f} TFLOP/s, "
-        "both measured in the same run (a plain reading kernel's rate, so a cell can pass 1). Rivals: "
-        + "; ".join(rivals)
-        + "."
+        "both measured in the same run (a plain reading kernel's rate, so a cell can pass 1). "
+        "Rivals: " + "; ".join(rivals) + "."
     )
     return "\n".join([BEGIN, head, "", table(cells), "", dynamic_words(cells), END])
 
