@@ -24,6 +24,43 @@ DTYPES = ("bfloat16", "float16", "float32")
 CACHE_ACTIONS = ("list", "size", "clear")
 PARTS = ("all", "host", "cuda")
 
+# Options that several commands have.
+_PRESET = click.option(
+    "--preset", metavar="NAME", help="A model's layer; `weave-moe presets` lists them."
+)
+_CONFIG = click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="The layer of a transformers config.json (or of the folder that holds one).",
+)
+_ROUTING = click.option(
+    "--routing",
+    metavar="SOURCE",
+    help="trace:NAME, trace:FILE.npz, text:NAME, text:FILE, uniform, zipf[:A] or hot[:SHARE].  "
+    "[default: the shipped model's trace; uniform with --preset or --config]",
+)
+_LAYER = click.option(
+    "--layer", type=int, metavar="L", help="Layer of a trace or text.  [default: 0]"
+)
+_POLICY = click.option(
+    "--policy",
+    default="all",
+    show_default=True,
+    metavar="NAMES",
+    help="Policies to compare, with commas between, or all.",
+)
+_SEED = click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
+_OUT = click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("weave-run"),
+    show_default=True,
+    metavar="DIR",
+    help="Folder for timeline.json and timeline.png.",
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
 
 class OneLineGroup(click.Group):
     """A group whose errors are one line on stderr: status 2 for bad input, 130 for Ctrl-C."""
@@ -105,34 +142,18 @@ def presets() -> None:
 
 
 @cli.command()
-@click.option("--preset", metavar="NAME", help="A model's layer; `weave-moe presets` lists them.")
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    help="The layer of a transformers config.json (or of the folder that holds one).",
-)
+@_PRESET
+@_CONFIG
 @click.option(
     "--tokens",
     type=click.IntRange(min=1, max=131072),
     metavar="N",
     help="Tokens in the batch.  [default: 512; of a trace or text 2048, or all of it]",
 )
-@click.option(
-    "--routing",
-    metavar="SOURCE",
-    help="trace:NAME, trace:FILE.npz, text:NAME, text:FILE, uniform, zipf[:A] or hot[:SHARE].  "
-    "[default: the shipped model's trace; uniform with --preset or --config]",
-)
-@click.option("--layer", type=int, metavar="L", help="Layer of a trace or text.  [default: 0]")
+@_ROUTING
+@_LAYER
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
-@click.option(
-    "--policy",
-    default="all",
-    show_default=True,
-    metavar="NAMES",
-    help="Policies to compare, with commas between, or all.",
-)
+@_POLICY
 @click.option(
     "--workers",
     type=click.IntRange(min=1, max=1024),
@@ -149,15 +170,8 @@ def presets() -> None:
     metavar="F",
     help="Factor for H and I, such as 1/8. auto: on a CPU, as far down as its plain loops need.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("weave-run"),
-    show_default=True,
-    metavar="DIR",
-    help="Folder for timeline.json and timeline.png.",
-)
+@_SEED
+@_OUT
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def run(**options: Any) -> int:
     """Run one MoE layer under several scheduling policies and show what each worker did.
@@ -186,14 +200,7 @@ def run(**options: Any) -> int:
     metavar="NAME|FILE",
     help="A shipped text or a UTF-8 file.",
 )
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("weave-run"),
-    show_default=True,
-    metavar="DIR",
-    help="Folder for timeline.json and timeline.png.",
-)
+@_OUT
 def quickstart(text: str, out: Path) -> int:
     """Real text through the shipped model with its experts replaced, then a run on its routing.
 
@@ -211,12 +218,7 @@ def quickstart(text: str, out: Path) -> int:
     metavar="NAME",
     help="A model's layer; `weave-moe presets` lists them.  [default: qwen3-30b]",
 )
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    help="The layer of a transformers config.json (or of the folder that holds one).",
-)
+@_CONFIG
 @click.option(
     "--tokens",
     type=click.IntRange(min=1, max=131072),
@@ -232,7 +234,7 @@ def quickstart(text: str, out: Path) -> int:
     metavar="N",
     help="Show the kernel for a Hopper GPU of N SMs.  [default: the GPU that is here, else 132]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_JSON
 def info(**options: Any) -> int:
     """Show what there is to run on, and which backend and kernel a call would get, and why.
 
@@ -250,7 +252,7 @@ def info(**options: Any) -> int:
 
 @cli.command()
 @click.argument("action", type=click.Choice(CACHE_ACTIONS), default="list")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_JSON
 def cache(action: str, as_json: bool) -> int:
     """List the compiled code that is kept on disk, show its size, or clear it.
 
@@ -273,7 +275,7 @@ def cache(action: str, as_json: bool) -> int:
     show_default=True,
     help="The part to run.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_JSON
 def check(backend: str, as_json: bool) -> int:
     """Test, in under 30 seconds, that this machine computes right results.
 
@@ -290,33 +292,17 @@ def check(backend: str, as_json: bool) -> int:
 
 
 @cli.command()
-@click.option("--preset", metavar="NAME", help="A model's layer; `weave-moe presets` lists them.")
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    help="The layer of a transformers config.json (or of the folder that holds one).",
-)
+@_PRESET
+@_CONFIG
 @click.option(
     "--tokens",
     type=click.IntRange(min=1, max=131072),
     metavar="N",
     help="Tokens of the launch.  [default: 512; of a trace or text 2048, or all of it]",
 )
-@click.option(
-    "--routing",
-    metavar="SOURCE",
-    help="trace:NAME, trace:FILE.npz, text:NAME, text:FILE, uniform, zipf[:A] or hot[:SHARE].  "
-    "[default: the shipped model's trace; uniform with --preset or --config]",
-)
-@click.option("--layer", type=int, metavar="L", help="Layer of a trace or text.  [default: 0]")
-@click.option(
-    "--policy",
-    default="all",
-    show_default=True,
-    metavar="NAMES",
-    help="Policies to compare, with commas between, or all.",
-)
+@_ROUTING
+@_LAYER
+@_POLICY
 @click.option(
     "--machine",
     default="h200",
@@ -333,8 +319,8 @@ def check(backend: str, as_json: bool) -> int:
     metavar="N",
     help="SMs that another kernel holds meanwhile.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_SEED
+@_JSON
 def simulate(**options: Any) -> int:
     """Predict what a launch takes on a GPU, under each scheduling policy; nothing is run.
 
