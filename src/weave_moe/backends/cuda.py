@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..runtime.buffers import BufferPool, Buffers, needs_of
+from ..runtime.buffers import BufferPool, Buffers, needs_of, plan_arrays
 from ..runtime.driver import TENSOR_MAP_BYTES, Kernel, capture_id, encode_tensor_map
 from ..runtime.kernel import (
     ERRORS,
@@ -321,12 +321,10 @@ def _launch(
     pool: BufferPool,
     buffers: Buffers,
     capturing: bool,
-    *,
-    override: KernelPlan | None = None,
 ) -> None:
     s = call.shape
     index = call.device.index or 0
-    plan = override or plan_for(s, tokens, index)
+    plan = plan_for(s, tokens, index)
     kernel = _prepared_kernel(
         s,
         call.activation,
@@ -369,15 +367,7 @@ def _launch(
     p.h, p.rows = buffers.h.data_ptr(), buffers.rows.data_ptr()
     if not plan.local_plan:
         at = buffers.plan.data_ptr()
-        for name, words in (
-            ("groups", 4 * needs.groups),
-            ("expert_group", s.experts + 1),
-            ("expert_row", s.experts),
-            ("expert_tokens", s.experts),
-            ("row_slot", needs.h_rows),
-            ("slot_row", tokens * s.top_k),
-            ("totals", 4),
-        ):
+        for name, words in plan_arrays(needs.groups, s.experts, needs.h_rows, tokens * s.top_k):
             setattr(p.plan, name, at)
             at += 4 * words
         p.plan_scratch = (at + 7) & ~7

@@ -18,7 +18,7 @@ from ..schedule import max_groups, max_rows
 from ..schedule.granularity import KernelPlan
 from .driver import capture_id, encode_tensor_map
 
-__all__ = ["BufferPool", "Buffers", "Needs", "control_bytes", "needs_of"]
+__all__ = ["BufferPool", "Buffers", "Needs", "control_bytes", "needs_of", "plan_arrays"]
 
 _CONTROL: Final = 64  # sizeof(weave::Control), rounded up
 _STAGES: Final = 3
@@ -48,6 +48,19 @@ def control_bytes(workers: int, groups: int, experts: int) -> int:
     return _CONTROL + 8 * _STAGES * workers + 4 * (groups + experts)
 
 
+def plan_arrays(groups: int, experts: int, rows: int, slots: int) -> tuple[tuple[str, int], ...]:
+    """A plan in global memory: the arrays of `weave::Plan`, in order, and their words."""
+    return (
+        ("groups", 4 * groups),
+        ("expert_group", experts + 1),
+        ("expert_row", experts),
+        ("expert_tokens", experts),
+        ("row_slot", rows),
+        ("slot_row", slots),
+        ("totals", 4),
+    )
+
+
 def needs_of(
     plan: KernelPlan,
     *,
@@ -67,17 +80,10 @@ def needs_of(
     row_bytes = rows * hidden * (2 if dtype == "bfloat16" else 4)
     plan_bytes = 0
     if not plan.local_plan:
-        words = (
-            4 * groups
-            + (experts + 1)
-            + 2 * experts
-            + rows
-            + slots
-            + 4
-            + 2
-            + 2 * 16
-            + _WARPS * experts
-        )
+        words = sum(size for _, size in plan_arrays(groups, experts, rows, slots))
+        words += (
+            2 + 2 * 16 + _WARPS * experts
+        )  # scratch, aligned to 8 bytes: plan_scratch of plan.h
         plan_bytes = 4 * words
     sums = parts = 0
     if plan.parts_up > 1 or plan.parts_down > 1:
