@@ -1,0 +1,325 @@
+"""The benchmarks, run on a CPU with small layers: what they compute is tested, not what they time.
+
+Their modules are imported as they are run: from their own folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weave_moe import Activation
+from weave_moe.reference import experts_reference
+from weave_moe.shapes import check_experts
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+TINY = {"tiny": (64, 32, 8, 2), "little": (128, 64, 16, 4), "traced": (64, 32, 128, 8)}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _path() -> Iterator[None]:
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(autouse=True)
+def common(_path: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    import common
+
+    monkeypatch.setattr(common, "MODELS", TINY)
+    monkeypatch.setattr(common, "the_device", lambda: CPU)
+    return common
+
+
+@pytest.fixture
+def experts(common: ModuleType) -> ModuleType:
+    import experts
+
+    return experts
+
+
+def make_cell(common: ModuleType, case: Any) -> Any:
+    return common.Cell(case, common.make_layers(case.model, CPU), common.Rates(4.0, 700.0), CPU)
+
+
+# --- what is measured ---------------------------------------------------------------------------
+
+
+def test_the_grid_is_all_of_a_model_s_token_counts_or_those_asked_for() -> None:
+    import common
+
+    full = common.grid(common.TOKENS, None, common.SKEWS)
+    assert len(full) == len(set(full)) == 2 * (9 + 3 * 6)
+    assert {c.model for c in full if c.tokens == 16384} == {"qwen3-30b"}
+    assert {c.skew for c in full} == {0.0, 1.2}
+    some = common.grid(["mixtral"], [2, 3], [0.0])
+    assert [(c.tokens, c.skew) for c in some] == [(2, 0.0), (3, 0.0)]
+
+
+@given(tokens=st.integers(1, 20000), active=st.floats(1, 8), rate=st.floats(1, 10))
+def test_no_floor_is_below_its_bytes_or_its_arithmetic(
+    tokens: int, active: float, rate: float
+) -> None:
+    import common
+
+    case = common.Case("tiny", tokens, 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "MODELS", TINY)
+        floor = common.floor_us(case, active, common.Rates(rate, 700.0))
+        least = common.minimum_bytes(case, active)
+    hidden, inter, _, k = TINY["tiny"]
+    read = (active * 3 * hidden * inter + tokens * hidden) * 2
+    assert least == pytest.approx(read)
+    by_bytes = (read + tokens * hidden * 2) / (rate * 1e6)
+    by_flops = 6 * tokens * k * hidden * inter / 700e6
+    assert floor == pytest.approx(max(by_bytes, by_flops))
+
+
+@given(tokens=st.integers(1, 40000))
+def test_rows_that_are_checked_are_all_or_spread_over_the_batch(tokens: int) -> None:
+    import common
+
+    rows = common.checked_rows(tokens)
+    assert len(rows) == (tokens if tokens <= 1024 else common.CHECKED_ROWS)
+    gaps = rows.diff()
+    assert rows[0] == 0
+    assert tokens - 1 - rows[-1] <= -(-tokens // common.CHECKED_ROWS)
+    if len(gaps):
+        assert 0 < gaps.min() <= gaps.max() <= -(-tokens // common.CHECKED_ROWS)
+
+
+@pytest.mark.parametrize("activation", [Activation(), Activation.parse("swiglu_oai")])
+def test_the_truth_is_the_package_s_reference(common: ModuleType, activation: Activation) -> None:
+    cell = make_cell(common, common.Case("little", 40, 1.2))
+    x, (_, ids, weights), (w13, w2) = cell.inputs[0], cell.routes[0], cell.layers[0]
+    call = check_experts(x.float(), w13.float(), w2.float(), weights, ids, activation=activation)
+    want = experts_reference(call)
+    every, worst = common.errors(cell.truth(activation), want)
+    assert every <= worst < 1e-5
+
+
+def test_errors_see_one_wrong_row_and_nan() -> None:
+    import common
+
+    truth = torch.randn(300, 16)
+    assert common.errors(truth, truth) == (0.0, 0.0)
+    wrong = truth.clone()
+    wrong[7] *= 1.1
+    every, worst = common.errors(wrong, truth)
+    assert every < common.MAX_ERROR < common.MAX_ROW_ERROR < worst
+    wrong[7, 3] = float("nan")
+    assert common.errors(wrong, truth)[1] == float("inf")
+
+
+def test_a_wrong_row_is_found_in_a_large_batch_s_sample(
+    common: ModuleType, experts: ModuleType
+) -> None:
+    cell = make_cell(common, common.Case("tiny", 1100, 0.0))
+    right = experts.weave("auto", CPU)(*cell.layers[0])
+
+    def broken(*arguments: Any) -> torch.Tensor:
+        y: torch.Tensor = right(*arguments)
+        y[550] = 0  # half a batch in: row 128 of the sample
+        return y
+
+    row: dict[str, Any] = {}
+    assert cell.check([right], row)
+    assert row["rows_checked"] == 256
+    assert common.checked_rows(1100)[128] == 550
+    assert not cell.check([broken], row)
+    assert row["error"] == "wrong result"
+
+
+def test_another_activation_is_compared_with_its_own_truth(
+    common: ModuleType, experts: ModuleType
+) -> None:
+    import weave_moe
+
+    cell = make_cell(common, common.Case("tiny", 30, 0.0))
+    w13, w2 = cell.layers[0]
+    shifted = Activation("silu", up_offset=1.0)
+
+    def rival(x: Any, ids: Any, weights: Any, logits: Any) -> torch.Tensor:
+        return weave_moe.fused_experts(
+            x, w13, w2, weights, ids, activation=shifted, backend="reference"
+        )
+
+    row: dict[str, Any] = {}
+    assert not cell.check([rival], row)
+    rival.activation = shifted  # type: ignore[attr-defined]
+    row = {}
+    assert cell.check([rival], row)
+    assert row["rel_err"] < 1e-2
+    assert "error" not in row
+    rival.activation = Activation("silu", up_offset=2.0)  # type: ignore[attr-defined]
+    rival.own_activation = True  # type: ignore[attr-defined]
+    assert not cell.check([rival], {}), "an activation that is named is checked"
+    del rival.activation  # type: ignore[attr-defined]
+    assert cell.check([rival], {})
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 8192])
+def test_recorded_routing_is_the_trace_s(common: ModuleType, tokens: int) -> None:
+    from weave_moe.data import load_trace
+
+    trace = load_trace("wide-128e-top8")
+    seen = set()
+    for call in range(6):
+        _, ids, weights = common.recorded("wide-128e-top8", tokens, call, CPU)
+        assert ids.shape == weights.shape == (tokens, 8)
+        assert ids.dtype == torch.int32
+        whole = torch.from_numpy(trace.topk_ids[:, call % trace.layers]).int()
+        places = (whole == ids[0]).all(dim=1).nonzero()[:, 0].tolist()
+        assert any(torch.equal(whole[p : p + tokens], ids) for p in places)
+        seen.add(ids.numpy().tobytes())
+    assert len(seen) == 6
+    with pytest.raises(ValueError, match="at most 8192"):
+        common.recorded("wide-128e-top8", 8193, 0, CPU)
+
+
+# --- how it is timed ----------------------------------------------------------------------------
+
+
+@given(
+    seconds=st.floats(0.01, 5),
+    one=st.floats(1e-6, 3),
+    least=st.integers(1, 10),
+    more=st.integers(0, 60),
+)
+def test_rounds_keep_enough_and_stay_within_the_time(
+    seconds: float, one: float, least: int, more: int
+) -> None:
+    import common
+
+    most = least + more
+    rounds = common.rounds_for(seconds, one, least, most)
+    kept = rounds - max(2, rounds // 4)
+    assert least <= kept <= most + 1
+    assert kept == least or rounds <= least + 4 or rounds * one <= 1.1 * seconds + 4 * one
+
+
+def test_contestants_take_turns_and_the_first_rounds_are_dropped(common: ModuleType) -> None:
+    log: list[str] = []
+    replays = {name: (lambda name=name: log.append(name)) for name in "abc"}
+    times = common.in_turn(replays, CPU, 0.0, least=9)
+    rounds = [log[i : i + 3] for i in range(0, len(log), 3)]
+    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 2, "one order only"
+    assert {len(us) for us in times.values()} == {len(rounds) - max(2, len(rounds) // 4)}
+    assert min(len(us) for us in times.values()) >= 9
+    assert common.in_turn({}, CPU, 1.0) == {}
+
+
+def test_median_and_tail_of_a_row() -> None:
+    import common
+
+    row: dict[str, Any] = {}
+    common.timed(row, [5.0, 1.0, 3.0], 2.4)
+    assert (row["us"], row["p99_us"], row["of_floor"], row["rounds"]) == (3.0, 5.0, 0.8, 3)
+    assert common.spread([1.0, 1.1, 1.2, 1.3, 1.4]) == pytest.approx((1.2, 0.1))
+    assert common.spread([2.0]) == (2.0, 0.0)
+
+
+def test_a_clock_leaves_room_for_the_longest(
+    common: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(common.time, "monotonic", lambda: now[0])
+    clock = common.Clock(10.0)
+    answers = []
+    for now[0] in (1.0, 4.0, 5.0, 6.9, 7.1):
+        answers.append(clock.room())
+    assert answers == [True, True, True, True, False]
+    assert common.Clock(None).room()
+
+
+def test_commands_name_no_folder_of_the_machine() -> None:
+    import common
+
+    text = common.command_text(["/x/y/benchmarks/experts.py", "--out", "/tmp/z/a.jsonl", "--again"])
+    assert text == "python benchmarks/experts.py --out a.jsonl --again"
+
+
+# --- experts.py ---------------------------------------------------------------------------------
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+RIVALS = """
+import torch, weave_moe
+def good(w13, w2):
+    def f(x, ids, weights, logits):
+        return weave_moe.fused_experts(x, w13, w2, weights, ids, backend="reference")
+    f.version, f.note = "1", "the same"
+    return f
+def wrong(w13, w2):
+    return lambda x, ids, weights, logits: good(w13, w2)(x, ids, weights, logits) * 1.1
+def broken(w13, w2):
+    raise RuntimeError("no such library")
+RIVALS = {"good": good, "wrong": wrong, "broken": broken}
+"""
+
+
+def test_a_run_writes_a_row_a_contestant_and_goes_on_where_it_stopped(
+    experts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rivals = tmp_path / "rows.jsonl", tmp_path / "rivals.py"
+    rivals.write_text(RIVALS)
+    command = ["--models", "tiny,little", "--tokens", "1,9", "--out", str(out)]
+    command += ["--cell-seconds", "0.01", "--commit", "c1", "--rivals", str(rivals)]
+    monkeypatch.setattr(sys, "argv", [str(FOLDER / "experts.py"), *command])
+    assert experts.main([*command, "--contestants", "weave,good"]) == 0
+    first = rows_of(out)
+    assert len(first) == 2 * 2 * 2 * 2
+    assert experts.main([*command, "--contestants", "weave,good,wrong,broken"]) == 0
+    rows = rows_of(out)
+    assert rows[: len(first)] == first
+    assert len(rows) == 2 * 2 * 2 * 4
+    names = {(r["model"], r["T"], r["skew"], r["contestant"]) for r in rows}
+    assert len(names) == len(rows)
+    for row in rows:
+        if row["contestant"] in ("weave", "good"):
+            assert row["us"] > 0
+            assert row["rel_err"] < 1e-2
+            assert row["rounds"] >= 7
+        else:
+            assert "us" not in row
+            expected = {"wrong": "wrong result", "broken": "RuntimeError('no such library')"}
+            assert row["error"] == expected[row["contestant"]]
+        assert row["command"].startswith("python benchmarks/experts.py --models tiny,little")
+        assert "/" not in row["command"].replace("benchmarks/experts.py", "")
+    assert experts.main([*command, "--contestants", "weave", "--commit", "c2"]) == 0
+    assert len(rows_of(out)) == len(rows) + 8
+
+
+def test_a_run_stops_in_time(
+    experts: ModuleType, common: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = ["--models", "tiny", "--tokens", "1,2", "--out", str(out), "--contestants", "weave"]
+    command += ["--cell-seconds", "0.01", "--commit", "c"]
+    answers = iter([True, True, False])
+    monkeypatch.setattr(common.Clock, "room", lambda self: next(answers))
+    assert experts.main([*command, "--max-seconds", "1"]) == 0
+    assert [(r["T"], r["skew"]) for r in rows_of(out)] == [(1, 0.0), (1, 1.2)]
+    monkeypatch.setattr(common.Clock, "room", lambda self: True)
+    assert experts.main(command) == 0
+    assert [(r["T"], r["skew"]) for r in rows_of(out)] == [
+        (1, 0.0),
+        (1, 1.2),
+        (2, 0.0),
+        (2, 1.2),
+    ]
