@@ -323,3 +323,31 @@ def test_a_run_stops_in_time(
         (2, 0.0),
         (2, 1.2),
     ]
+
+
+# --- neighbours ---------------------------------------------------------------------------------
+
+
+def test_the_neighbour_compiles() -> None:
+    from weave_moe.runtime import nvrtc
+    from weave_moe.tools import neighbour
+
+    try:
+        nvrtc.version()
+    except nvrtc.CompileError as error:
+        pytest.skip(str(error))
+    cubin, log = nvrtc.compile_cubin(neighbour._SOURCE, {}, [])
+    assert len(cubin) > 1000
+    assert not log.strip("\0\n ")
+    for name in ("_STOP", "_BYTES"):
+        assert str(getattr(neighbour, name)) in neighbour._SOURCE
+
+
+def test_a_neighbour_reads_whole_mebibytes() -> None:
+    from weave_moe.tools.neighbour import held
+
+    with (
+        pytest.raises(ValueError, match="reads must be a multiple of 1 MiB, got 3 bytes"),
+        held(0, torch.device("cuda", 0), reads=torch.zeros(3, dtype=torch.uint8)),
+    ):
+        pass

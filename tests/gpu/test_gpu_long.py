@@ -23,10 +23,10 @@ from gpu_cases import (
     shape,
     skewed,
 )
-from gpu_hog import held
 
 import weave_moe
 from weave_moe.runtime import kernel
+from weave_moe.tools.neighbour import held
 
 pytestmark = pytest.mark.gpu_long
 

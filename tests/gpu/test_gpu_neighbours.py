@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_cases import POLICIES, SMALL, Routing, check, expect, make, same_bits, skewed, uniform
-from gpu_hog import held
+
+from weave_moe.tools.neighbour import held
 
 pytestmark = pytest.mark.gpu
 
