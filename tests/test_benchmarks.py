@@ -351,3 +351,109 @@ def test_a_neighbour_reads_whole_mebibytes() -> None:
         held(0, torch.device("cuda", 0), reads=torch.zeros(3, dtype=torch.uint8)),
     ):
         pass
+
+
+# --- policies.py --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def policies(common: ModuleType) -> ModuleType:
+    import policies
+
+    return policies
+
+
+def test_jobs_cover_every_policy_trace_and_held_sm_once(policies: ModuleType) -> None:
+    from weave_moe.shapes import POLICIES
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies.common, "MODELS", {"qwen3-30b": (2048, 768, 128, 8), **TINY})
+        cases = policies.cases_of(["qwen3-30b"], None, [0.0, 1.2], policies.TRACES)
+    assert len(cases) == len(set(cases)) == 9 * 2 + 8
+    jobs = policies.jobs_of(cases, policies.HELD)
+    assert len(set(jobs)) == len(jobs)
+    for job in jobs:
+        names = {v.policy for v in job.variants}
+        assert names == set(POLICIES) - {"auto"}
+        assert job.variants[0] == policies.Variant("steal"), "the one that others are divided by"
+        assert job.sms_held == 0 or job.case.tokens <= 1024
+    held = {(j.case.tokens, j.case.skew, j.sms_held) for j in jobs if j.sms_held}
+    assert held == {
+        (t, s, h) for t in (1, 16, 64, 256, 1024) for s in (0.0, 1.2) for h in policies.HELD
+    }
+    knobs = [v for j in jobs for v in j.variants if v.changed]
+    assert len(knobs) == 2 * 3 * len([c for c in cases if c in policies.KNOB_CASES]) > 0
+    assert all(v.knobs != policies.DEFAULT_KNOBS for v in knobs)
+
+
+def test_knobs_are_the_workspace_s(policies: ModuleType) -> None:
+    import weave_moe
+
+    knobs = weave_moe.Workspace().knobs()
+    assert {name: knobs[name] for name in policies.DEFAULT_KNOBS} == policies.DEFAULT_KNOBS
+    for changed in policies.KNOBS:
+        weave_moe.Workspace(**changed)
+
+
+def test_a_launch_s_statistics(policies: ModuleType) -> None:
+    # Three free SMs; the fourth worker starts where the first one ended.
+    stats = torch.zeros(4, 8, dtype=torch.int64)
+    stats[:, policies.START] = torch.tensor([1000, 1000, 2000, 5000])
+    stats[:, policies.END] = torch.tensor([5000, 11000, 10000, 9000])
+    stats[:, policies.PLANNED] = torch.tensor([2000, 2000, 3000, 5000])
+    stats[:, policies.TASKS] = torch.tensor([1, 5, 4, 2])
+    stats[:, policies.STEALS] = torch.tensor([0, 2, 1, 0])
+    found = policies.summary(stats, free=3)
+    assert found["tasks"] == 12
+    assert found["most_tasks"] == 5
+    assert found["steals"] == 3
+    assert found["tail_gap_us"] == 2.0  # 11 - 9: the first worker's SM went on with the fourth
+    assert found["busy_share"] == pytest.approx((3 + 9 + 7 + 4) / (3 * 10), abs=1e-4)
+    assert policies.summary(torch.zeros(4, 8, dtype=torch.int64), free=3) == {}
+    middle = policies.median_summary([found, {}, found | {"steals": 5}])
+    assert middle["steals"] == 4
+    assert set(policies.median_summary([]).values()) == {None}
+
+
+def test_policies_write_rows_by_variant_and_go_on(
+    policies: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(policies, "KNOB_CASES", (policies.Case("traced", 3, 0.0),))
+    command = ["--models", "traced", "--tokens", "3", "--out", str(out), "--held", ""]
+    command += ["--cell-seconds", "0.01", "--commit", "c1"]
+    assert policies.main([*command, "--traces", ""]) == 0
+    first = rows_of(out)
+    assert len(first) == 6 + 6 + 6
+    assert policies.main(command) == 0
+    rows = rows_of(out)
+    assert rows[: len(first)] == first
+    assert len(rows) == len(first) + 6
+    assert {r["trace"] for r in rows} == {None, "wide-128e-top8"}
+    assert len({policies.key(r) for r in rows}) == len(rows)
+    for row in rows:
+        assert row["us"] > 0
+        assert row["rel_err"] < 1e-2
+        assert row["dram_over_min"] is None
+        assert row["sms_held"] == 0
+        if row["contestant"] == "weave:steal" and row["knobs"] == policies.DEFAULT_KNOBS:
+            assert (row["over_steal"], row["spread"]) == (1.0, 0.0)
+
+
+def test_a_policy_with_other_bits_is_not_timed(policies: ModuleType, common: ModuleType) -> None:
+    cell = make_cell(common, common.Case("tiny", 5, 0.0))
+    job = policies.Job(cell.case, 0, (policies.Variant("steal"), policies.Variant("window")))
+    real = policies.functions_of
+
+    def planted(variant: Any, layers: Any, workspace: Any) -> Any:
+        functions = real(variant, layers, workspace)
+        if variant.policy == "window":
+            return [lambda *a, f=f: f(*a) * 1.01 for f in functions]
+        return functions
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies, "functions_of", planted)
+        steal, window = policies.run_job(cell, job, 0.01, 1)
+    assert steal["us"] > 0
+    assert window["error"] == "not the bits of steal"
+    assert "us" not in window
