@@ -148,6 +148,10 @@ def remaining(jobs: Iterable[Job], rows: Iterable[Row], commit: str) -> list[Job
     ]
 
 
+def workspace_of(variant: Variant) -> weave_moe.Workspace:
+    return weave_moe.Workspace(**variant.knobs)
+
+
 def functions_of(
     variant: Variant, layers: list[Layer], workspace: weave_moe.Workspace
 ) -> list[Callable[..., Tensor]]:
@@ -155,9 +159,16 @@ def functions_of(
     backend = "cuda" if layers[0][0].device.type == "cuda" else "reference"
 
     def make(w13: Tensor, w2: Tensor) -> Callable[..., Tensor]:
-        def f(x: Tensor, ids: Tensor, weights: Tensor, logits: Tensor | None) -> Tensor:
+        def f(
+            x: Tensor,
+            ids: Tensor,
+            weights: Tensor,
+            logits: Tensor | None,
+            out: Tensor | None = None,
+        ) -> Tensor:
             return weave_moe.fused_experts(
                 *(x, w13, w2, weights, ids),
+                out=out,
                 policy=variant.policy,
                 backend=backend,
                 workspace=workspace,
@@ -210,7 +221,7 @@ class Probe:
     """Launches of a policy that record statistics; the first one, here, makes its buffers."""
 
     def __init__(self, cell: Cell, variant: Variant, sms: int) -> None:
-        self.cell, self.workspace = cell, weave_moe.Workspace(**variant.knobs)
+        self.cell, self.workspace = cell, workspace_of(variant)
         size = (STATS_LAUNCHES, sms, len(COLUMNS))
         self.stats = torch.zeros(size, dtype=torch.int64, device=cell.device)
         self.functions = functions_of(variant, cell.layers, self.workspace)
@@ -253,7 +264,7 @@ def run_job(cell: Cell, job: Job, seconds: float, sms: int) -> list[Row]:
     """A row a variant."""
     rows = {variant: base_row(cell, job, variant) | median_summary([]) for variant in job.variants}
     functions = {
-        variant: functions_of(variant, cell.layers, weave_moe.Workspace(**variant.knobs))
+        variant: functions_of(variant, cell.layers, workspace_of(variant))
         for variant in job.variants
     }
     good = check_all(cell, functions, rows)

@@ -457,3 +457,181 @@ def test_a_policy_with_other_bits_is_not_timed(policies: ModuleType, common: Mod
     assert steal["us"] > 0
     assert window["error"] == "not the bits of steal"
     assert "us" not in window
+
+
+# --- neighbours.py ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def neighbours(common: ModuleType) -> ModuleType:
+    import neighbours
+
+    return neighbours
+
+
+def test_outputs_beside_a_neighbour_are_those_alone(
+    neighbours: ModuleType, common: ModuleType
+) -> None:
+    bench = neighbours.Bench(make_cell(common, common.Case("tiny", 3, 0.0)))
+    assert set(bench.graphs) == {"steal", "counter", "static_strided"}
+    bench.spoil()
+    assert bench.verdict("counter") == {"equal_bits": False, "finite": False}
+    for replay in bench.graphs.values():
+        replay()
+    assert bench.verdict("counter") == {"equal_bits": True, "finite": True}
+    bench.outs["counter"][7][0, 0] += 1
+    assert bench.verdict("counter") == {"equal_bits": False, "finite": True}
+    assert bench.verdict("steal")["equal_bits"]
+    assert set(bench.alone(0.001)) == set(bench.graphs)
+
+
+def test_the_all_reduces_outlast_the_layer(neighbours: ModuleType) -> None:
+    for reduces, graph in ((10_000.0, 300.0), (5_000.0, 4_000.0)):
+        count = neighbours.replays_beside(reduces, graph)
+        assert count * graph <= reduces < (count + 1) * graph / neighbours.BUSY_SHARE
+    assert neighbours.replays_beside(1.0, 300.0) == 1
+    row = neighbours.beside({}, 30.0, 20.0, 0.5, 1.0)
+    assert (row["slowdown"], row["neighbour_tbs"], row["neighbour_alone_tbs"]) == (1.5, 0.5, 1.0)
+
+
+def test_two_gpus_are_asked_for_in_one_line(
+    neighbours: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
+        monkeypatch.setenv(name, "unset")
+    import os
+
+    assert neighbours.main(["--all-reduce"]) == 2
+    assert capsys.readouterr().out == "two GPUs are needed, here is 1\n"
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0", "multicast stays off"
+
+
+# --- counters.py --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counters(common: ModuleType) -> ModuleType:
+    import counters
+
+    return counters
+
+
+PAGE = """==PROF== Connected to process 7
+active=120
+==PROF== Disconnected from process 7
+"ID","Process ID","Kernel Name","dram__bytes_read.sum","gpu__time_duration.sum",\
+"lts__t_sector_hit_rate.pct","lts__t_sectors_op_read.sum","lts__t_sectors_op_read_lookup_hit.sum"
+"","","","byte","ns","%","sector","sector"
+"0","7","sort","1000","10","12.5","10","5"
+"1","7","experts","1,208,000,000","300,000","37.25","80000000","20000000"
+"2","7","sort","1000","10","12.5","10","5"
+"3","7","experts","2416000000","300000","n/a","80000000","n/a"
+"""
+
+
+def test_counters_are_read_from_the_raw_page(counters: ModuleType) -> None:
+    kernels = counters.parse(PAGE)
+    assert len(kernels) == 4
+    one, two = counters.shared_out(kernels, 2)
+    row = counters.figures(one, least=1208e6)
+    assert row["kernels"] == 2
+    assert row["dram_bytes"] == 1_208_001_000
+    assert row["dram_over_min"] == pytest.approx(1.0, abs=1e-4)
+    assert (row["l2_hit"], row["l2_read_hit"]) == (0.3725, 0.25)
+    row = counters.figures(two, least=1208e6)
+    assert row["dram_over_min"] == pytest.approx(2.0, abs=1e-4)
+    assert (row["l2_hit"], row["l2_read_hit"]) == (None, None)
+    with pytest.raises(ValueError, match="not the same number each"):
+        counters.shared_out(kernels, 3)
+    with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
+        counters.parse("==ERROR== ERR_NVGPUCTRPERM\n")
+    assert counters.figures([{}], 1.0)["dram_over_min"] is None
+
+
+def test_ratios_go_into_rows_of_the_same_commit_cell_and_policy(
+    counters: ModuleType, policies: ModuleType
+) -> None:
+    cell = {"model": "tiny", "T": 64, "skew": 0.0, "contestant": "weave:steal", "commit": "a"}
+    plain = {**cell, "knobs": policies.DEFAULT_KNOBS, "sms_held": 0, "dram_over_min": None}
+    others = [
+        {**plain, "commit": "b"},
+        {**plain, "T": 1},
+        {**plain, "contestant": "weave:counter"},
+        {**plain, "sms_held": 16},
+        {**plain, "knobs": {**policies.DEFAULT_KNOBS, "steal": "one"}},
+        {**plain, "trace": "wide-128e-top8", "skew": None},
+    ]
+    measured = {**cell, "label": "", "dram_over_min": 1.2, "l2_hit": 0.5}
+    labelled = {**measured, "label": "no hints", "dram_over_min": 9.0}
+    rows = [plain, *others]
+    assert counters.fill(rows, [measured, labelled]) == 1
+    assert (plain["dram_over_min"], plain["l2_hit"]) == (1.2, 0.5)
+    assert all(row["dram_over_min"] is None for row in others)
+
+
+FAKE_NCU = """#!{python}
+import subprocess, sys
+words = sys.argv[1:]
+if "dram__bytes_op_read.sum" not in words[words.index("--metrics") + 1]:
+    sys.exit("==ERROR== no such metric")  # as a version that has another name for it
+at = words.index("--metrics") + 2
+assert words[at + 1].endswith("counters.py") and words[at + 2] == "--counted"
+names = words[at + 6].split(",")
+print("active=8")
+print('"ID","Kernel Name","dram__bytes_op_read.sum","lts__t_sector_hit_rate.pct"')
+print('"","","byte","%"')
+for i, _ in enumerate(names):
+    print(f'"{{i}}","experts","{{(i + 1) * 1000000}}","50"')
+"""
+
+
+def test_one_command_counts_every_policy_and_fills_in(
+    counters: ModuleType,
+    policies: ModuleType,
+    common: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ncu = tmp_path / "ncu"
+    ncu.write_text(FAKE_NCU.format(python=sys.executable))
+    ncu.chmod(0o755)
+    monkeypatch.setattr(counters, "find_ncu", lambda: str(ncu))
+    out, table = tmp_path / "counters.jsonl", tmp_path / "policies.jsonl"
+    shared = {"model": "tiny", "T": 5, "skew": 0.0, "trace": None, "sms_held": 0, "commit": "c"}
+    shared |= {"knobs": policies.DEFAULT_KNOBS, "dram_over_min": None}
+    names = ("weave:steal", "weave:window")
+    common.add_rows(table, [{**shared, "contestant": name} for name in names])
+    command = ["--models", "tiny", "--tokens", "5", "--skews", "0.0", "--commit", "c"]
+    command += ["--contestants", "steal,window", "--out", str(out), "--policies", str(table)]
+    assert counters.main(command) == 0
+    least = common.minimum_bytes(common.Case("tiny", 5, 0.0), 8)
+    want = [pytest.approx(n * 1e6 / least, abs=1e-4) for n in (1, 2)]
+    assert [r["dram_over_min"] for r in rows_of(out)] == want
+    assert [r["dram_over_min"] for r in rows_of(table)] == want
+    assert {r["l2_hit"] for r in rows_of(table)} == {0.5}
+
+
+def test_what_is_counted_is_a_call_of_each_policy_after_a_first_one(
+    counters: ModuleType,
+    policies: ModuleType,
+    common: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log: list[str] = []
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: log.append(name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    real = policies.functions_of
+
+    def logged(variant: Any, *rest: Any) -> Any:
+        (f,) = real(variant, *rest)
+        return [lambda *a: (log.append(variant.policy), f(*a))[1]]
+
+    monkeypatch.setattr(policies, "functions_of", logged)
+    assert counters.main(["--counted", "tiny", "5", "1.2", "steal,window"]) == 0
+    assert log == ["steal", "window", "start", "steal", "window", "stop"]
+    active = int(capsys.readouterr().out.removeprefix("active="))
+    cell = make_cell(common, common.Case("tiny", 5, 1.2))
+    assert active == len(cell.routes[0][1].unique())
