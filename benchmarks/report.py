@@ -1,9 +1,10 @@
-"""Makes the README's table of GPU results from benchmarks/results/h200-experts.jsonl.
+"""Makes the README's results, docs/benchmarks.md's tables and the plots from benchmarks/results.
 
-    python benchmarks/report.py            # writes README.md
-    python benchmarks/report.py --check    # exit status 1 if README.md is not what the results say
+    python benchmarks/report.py            # writes README.md, docs/benchmarks.md, docs/*.png
+    python benchmarks/report.py --check    # exit status 1 if a page is not what the results say
 
-Where a cell was timed several times, the last row of the file counts.
+Where a cell was timed several times, the last commit's rows count, and of those the last of each
+contestant: rows of different commits are never compared. What has not been measured is left out.
 """
 
 from __future__ import annotations
@@ -12,138 +13,655 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks/results/h200-experts.jsonl"
-README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks/results"
+FILES = {name: RESULTS / f"h200-{name}.jsonl" for name in ("experts", "policies", "neighbours")}
+README, DETAILS = ROOT / "README.md", ROOT / "docs/benchmarks.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+FEW = 256
+"""Most tokens that count as few, here and in common.py."""
+LEVEL = 0.01
+"""Times that differ by no more than this, or than the paired spread if it is wider, are level."""
+EVEN, SKEWED, RECORDED = "even", "Zipf 1.2", "recorded"
+ROUTINGS = (EVEN, SKEWED, RECORDED)
+ORDER = ("steal", "counter", "static_strided", "static_tail", "window", "static_expert")
+DEFAULT_KNOBS = {"steal": "half", "min_steal": 1, "victim": "largest"}
 
-Key = tuple[str, int, float]
+Row = dict[str, Any]
+Rows = dict[str, Row]
 
 
-def load(path: Path) -> dict[Key, dict[str, dict[str, Any]]]:
-    """Rows by (model, T, skew) and contestant."""
-    cells: dict[Key, dict[str, dict[str, Any]]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        cells.setdefault((row["model"], row["T"], row["skew"]), {})[row["contestant"]] = row
-    return cells
+class Cell(NamedTuple):
+    """A model, a number of tokens and a routing."""
+
+    model: str
+    tokens: int
+    routing: str
+
+    def __str__(self) -> str:
+        return f"{self.model} T={self.tokens} {self.routing}"
 
 
-def best_rival(rows: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+def routing_of(row: Row) -> str:
+    if row.get("trace"):
+        return RECORDED
+    return {0.0: EVEN, 1.2: SKEWED}.get(row["skew"], f"Zipf {row['skew']:g}")
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of a result file, none if there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def newest(rows: Iterable[Row], group: Callable[[Row], Any], name: Callable[[Row], str]) -> Any:
+    """{group: {name: row}}: of each group the rows of the commit that was measured last."""
+    rows = list(rows)
+    last = {group(row): row["commit"] for row in rows}
+    found: dict[Any, Rows] = {}
+    for row in rows:
+        if row["commit"] == last[group(row)]:
+            found.setdefault(group(row), {})[name(row)] = row
+    return found
+
+
+def cell_of(row: Row) -> Cell:
+    return Cell(row["model"], row["T"], routing_of(row))
+
+
+def load_experts(rows: Iterable[Row]) -> dict[Cell, Rows]:
+    """Rows by cell and contestant."""
+    found: dict[Cell, Rows] = newest(rows, cell_of, lambda row: str(row["contestant"]))
+    return found
+
+
+def variant_of(row: Row) -> str:
+    """A policy, and what differs from the default knobs."""
+    policy = str(row["contestant"]).partition(":")[2]
+    changed = [f"{k}={v}" for k, v in row["knobs"].items() if v != DEFAULT_KNOBS.get(k)]
+    return f"{policy}[{','.join(changed)}]" if changed else policy
+
+
+def load_policies(rows: Iterable[Row]) -> dict[tuple[Cell, int], Rows]:
+    """Rows by cell, SMs held, and policy."""
+    found: dict[tuple[Cell, int], Rows] = newest(
+        rows, lambda row: (cell_of(row), int(row["sms_held"])), variant_of
+    )
+    return found
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of positive numbers."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def best_rival(rows: Rows) -> Row | None:
     """The fastest contestant that is not ours."""
     timed = [r for n, r in rows.items() if not n.startswith("weave") and "us" in r]
     return min(timed, key=lambda r: float(r["us"]), default=None)
 
 
-def geometric_mean(values: list[float]) -> float:
-    """Of positive numbers."""
-    return math.exp(sum(map(math.log, values)) / len(values))
+def ratio_to_rival(rows: Rows) -> float | None:
+    """How many times as long the best rival takes."""
+    ours, rival = rows.get("weave", {}), best_rival(rows)
+    return rival["us"] / ours["us"] if rival is not None and "us" in ours else None
 
 
-def table(cells: dict[Key, dict[str, dict[str, Any]]]) -> str:
-    """Markdown: a row a cell, and what it says in words."""
-    lines = [
-        "| model | tokens | skew | floor, us | weave-moe, us | of the floor | best rival, us "
-        "| times as fast |",
-        "|---|---|---|---|---|---|---|---|",
+def markdown(head: list[str], lines: Iterable[list[str]]) -> str:
+    """A table."""
+    rule = ["---"] * len(head)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+
+
+def listed(texts: list[str], most: int = 12) -> str:
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def in_rows(cells: Iterable[Cell]) -> list[tuple[str, int]]:
+    """Models in the order of the file, each with its token counts going up."""
+    models = list(dict.fromkeys(cell.model for cell in cells))
+    pairs = {(cell.model, cell.tokens) for cell in cells}
+    return sorted(pairs, key=lambda pair: (models.index(pair[0]), pair[1]))
+
+
+# --- against rivals -----------------------------------------------------------------------------
+
+
+def rivals_table(cells: dict[Cell, Rows]) -> str:
+    """A row a model and token count; even and skewed routing side by side."""
+    what = ["us", "of the floor", "best rival, us", "times as fast"]
+    head = ["model", "tokens"]
+    head += [f"{EVEN}: {what[0]}", *what[1:], f"{SKEWED}: {what[0]}", *what[1:]]
+    lines = []
+    for model, tokens in in_rows(cells):
+        line = [model, f"{tokens:,}"]
+        for routing in (EVEN, SKEWED):
+            rows = cells.get(Cell(model, tokens, routing), {})
+            ours, rival, ratio = rows.get("weave", {}), best_rival(rows), ratio_to_rival(rows)
+            if "us" not in ours:
+                line += ["-"] * 4
+                continue
+            line += [f"{ours['us']:.1f}", f"{ours['floor_us'] / ours['us']:.3f}"]
+            if rival is None or ratio is None:
+                line += ["-", "-"]
+            else:
+                line += [f"{rival['us']:.1f} ({rival['contestant']})", f"{ratio:.2f}"]
+        if set(line[2:]) != {"-"}:
+            lines.append(line)
+    return markdown(head, lines)
+
+
+def contestants_table(cells: dict[Cell, Rows]) -> str:
+    """Every contestant's time in every cell."""
+    names = list(dict.fromkeys(name for rows in cells.values() for name in rows))
+    names.sort(key=lambda name: (name != "weave", not name.startswith("weave")))
+    lines = []
+    for model, tokens in in_rows(cells):
+        for routing in (EVEN, SKEWED):
+            rows = cells.get(Cell(model, tokens, routing), {})
+            if rows:
+                floor = next(iter(rows.values()))["floor_us"]
+                line = [model, f"{tokens:,}", routing, f"{floor:.1f}"]
+                # A dash: not run; an error is not a time.
+                line += [
+                    figure(rows.get(name, {}), "us", ".1f")
+                    if "error" not in rows.get(name, {})
+                    else "error"
+                    for name in names
+                ]
+                lines.append(line)
+    return markdown(["model", "tokens", "routing", "floor", *(f"`{n}`" for n in names)], lines)
+
+
+def rivals_words(cells: dict[Cell, Rows]) -> str:
+    """Means, and the cells where a rival is faster."""
+    ratios = {cell: r for cell, rows in cells.items() if (r := ratio_to_rival(rows)) is not None}
+    if not ratios:
+        return ""
+    models = dict.fromkeys(cell.model for cell in ratios)
+    by_model = ", ".join(
+        f"{m} {geometric_mean(r for c, r in ratios.items() if c.model == m):.2f}" for m in models
+    )
+    behind = [f"{cell} ({ratio:.2f})" for cell, ratio in ratios.items() if ratio < 1]
+    mean = geometric_mean(ratios.values())
+    words = [
+        f"Geometric mean against the best rival in each cell: {mean:.2f} ({by_model}).",
+        f"Slower than the best rival in {len(behind)} of {len(ratios)} cells: {listed(behind)}."
+        if behind
+        else f"At least as fast as the best rival in all {len(ratios)} cells.",
     ]
-    ratios: dict[str, list[float]] = {}
-    behind = []
-    for (model, tokens, skew), rows in cells.items():
-        ours, rival = rows.get("weave"), best_rival(rows)
-        if ours is None or "us" not in ours:
+    return " ".join(words)
+
+
+def rivals_part(cells: dict[Cell, Rows]) -> list[str]:
+    """Few and many tokens apart, each with its table and words."""
+    parts = []
+    for title, keep in (
+        (f"**Up to {FEW} tokens**", lambda c: c.tokens <= FEW),
+        (f"**More than {FEW} tokens**", lambda c: c.tokens > FEW),
+    ):
+        some = {cell: rows for cell, rows in cells.items() if keep(cell) and "weave" in rows}
+        if some:
+            parts += [title, rivals_table(some), rivals_words(some)]
+    if len(parts) > 3:
+        every = [r for rows in cells.values() if (r := ratio_to_rival(rows)) is not None]
+        if every:
+            parts.append(f"Over all {len(every)} cells: {geometric_mean(every):.2f}.")
+    return parts
+
+
+# --- by policy ----------------------------------------------------------------------------------
+
+
+def over_steal(rows: Rows, name: str) -> tuple[float, float] | None:
+    """Paired ratio to steal's time, and its spread."""
+    row = rows.get(name, {})
+    if "over_steal" not in row:
+        return None
+    return float(row["over_steal"]), float(row["spread"])
+
+
+def idle_cells(jobs: dict[tuple[Cell, int], Rows]) -> dict[Cell, Rows]:
+    return {cell: rows for (cell, held), rows in jobs.items() if held == 0}
+
+
+def verdicts(cells: dict[Cell, Rows], name: str) -> dict[str, list[Cell]]:
+    """Cells where a policy takes longer than steal, is level with it, or takes less."""
+    found: dict[str, list[Cell]] = {"slower": [], "level": [], "faster": []}
+    for cell, rows in cells.items():
+        pair = over_steal(rows, name)
+        if pair is None:
             continue
-        floor = ours["floor_us"]
-        text = [model, str(tokens), f"{skew:g}", f"{floor:.1f}", f"{ours['us']:.1f}"]
-        text.append(f"{floor / ours['us']:.3f}")
-        if rival is None:
-            text += ["-", "-"]
-        else:
-            ratio = rival["us"] / ours["us"]
-            ratios.setdefault(model, []).append(ratio)
-            if ratio < 1:
-                behind.append(f"{model} T={tokens} skew {skew:g} ({ratio:.2f})")
-            text += [f"{rival['us']:.1f} ({rival['contestant']})", f"{ratio:.2f}"]
-        lines.append(f"| {' | '.join(text)} |")
-    words = []
-    if ratios:
-        every = [r for values in ratios.values() for r in values]
-        by_model = ", ".join(f"{m} {geometric_mean(v):.2f}" for m, v in ratios.items())
-        words.append(
-            f"Geometric mean against the best rival in each cell: {geometric_mean(every):.2f} "
-            f"({by_model})."
-        )
-        words.append(
-            f"Slower than the best rival in {len(behind)} of {len(every)} cells: "
-            f"{', '.join(behind)}."
-            if behind
-            else f"At least as fast as the best rival in all {len(every)} cells."
-        )
-    return "\n".join([*lines, "", *words])
+        margin = max(LEVEL, pair[1])
+        which = "level" if abs(pair[0] - 1) <= margin else "slower" if pair[0] > 1 else "faster"
+        found[which].append(cell)
+    return found
 
 
-def dynamic_words(cells: dict[Key, dict[str, dict[str, Any]]]) -> str:
-    """What dynamic scheduling gave on an idle GPU, in words."""
-    gains = [
-        rows["weave:static_strided"]["us"] / rows["weave"]["us"]
-        for rows in cells.values()
-        if all("us" in rows.get(n, {}) for n in ("weave", "weave:static_strided"))
+def grouped(cells: list[Cell]) -> str:
+    """Cells in few words: token counts by model and routing."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for cell in cells:
+        groups.setdefault((cell.model, cell.routing), []).append(cell.tokens)
+    return "; ".join(
+        f"{model} {routing} {', '.join(f'{t:,}' for t in sorted(tokens))}"
+        for (model, routing), tokens in groups.items()
+    )
+
+
+def count_by_size(some: list[Cell], of: list[Cell]) -> str:
+    """How many of the cells with few tokens, and of those with many."""
+    texts = []
+    for few, said in ((True, f"up to {FEW} tokens"), (False, "above")):
+        total = [cell for cell in of if (cell.tokens <= FEW) == few]
+        if total:
+            texts.append(f"{sum(cell in total for cell in some)} of {len(total)} {said}")
+    return ", ".join(texts)
+
+
+def dynamic_words(jobs: dict[tuple[Cell, int], Rows], *, where: bool = False) -> str:
+    """What dynamic scheduling gave, and where it gave nothing. where: name the cells."""
+    cells = idle_cells(jobs)
+    static, counter = verdicts(cells, "static_strided"), verdicts(cells, "counter")
+    measured = [cell for found in static.values() for cell in found]
+    if not measured:
+        return ""
+    pairs = [pair[0] for rows in cells.values() if (pair := over_steal(rows, "static_strided"))]
+    nothing = static["level"] + static["faster"]
+    words = [
+        "On an idle GPU the same kernel with its tasks dealt out before the launch in turn "
+        f"(`static_strided`) takes {min(pairs):.2f} to {max(pairs):.2f} times as long as with "
+        f"stealing, {geometric_mean(pairs):.2f} in the geometric mean. **Dynamic scheduling gains "
+        f"nothing there in {len(nothing)} of {len(measured)} cells** "
+        f"({count_by_size(nothing, measured)}): the times are within {LEVEL:.0%}, or within the "
+        "spread of the paired ones"
+        + (f", or static lists win ({len(static['faster'])} cells)" if static["faster"] else "")
+        + "."
     ]
-    level = [
-        rows["weave"]["us"] / rows["weave:counter"]["us"]
-        for rows in cells.values()
-        if all("us" in rows.get(n, {}) for n in ("weave", "weave:counter"))
-    ]
-    if not gains or not level:
+    if where and nothing:
+        words.append(f"These are, by tokens: {grouped(nothing)}.")
+    text = f"One global counter is level with stealing in {len(counter['level'])} of "
+    text += f"{sum(map(len, counter.values()))} cells"
+    for which in ("faster", "slower"):
+        if counter[which]:
+            text += f", {which} in {len(counter[which])}"
+            text += f" ({grouped(counter[which])})" if where else ""
+    if len(counter["slower"]) < len(counter["level"] + counter["faster"]):
+        text += ": what pays is handing out tasks at run time, more than stealing them"
+    words.append(f"{text}.")
+    return " ".join(words)
+
+
+def dynamic_words_of_experts(cells: dict[Cell, Rows]) -> str:
+    """The same from the rows beside rivals, where the policies' own file is missing."""
+
+    def ratios(name: str) -> list[float]:
+        return [
+            rows[name]["us"] / rows["weave"]["us"]
+            for rows in cells.values()
+            if all("us" in rows.get(n, {}) for n in ("weave", name))
+        ]
+
+    gains, counter = ratios("weave:static_strided"), ratios("weave:counter")
+    if not gains or not counter:
         return ""
     return (
         f"The same kernel with its tasks dealt out before the launch (`static_strided`) takes "
         f"{min(gains):.2f} to {max(gains):.2f} times as long on an idle GPU, "
         f"{geometric_mean(gains):.2f} in the geometric mean; one global counter "
-        f"{1 / max(level):.3f} to {1 / min(level):.3f} times: stealing is level with it, no faster."
+        f"{min(counter):.3f} to {max(counter):.3f} times: stealing is level with it, no faster."
     )
 
 
-def section(path: Path = RESULTS) -> str:
+def static_expert_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
+    """How many times as long a fixed map of experts to SMs takes."""
+    cells = idle_cells(jobs)
+    lines = []
+    for model, tokens in in_rows(cells):
+        pairs = [
+            over_steal(cells.get(Cell(model, tokens, r), {}), "static_expert") for r in ROUTINGS
+        ]
+        if any(pairs):
+            lines.append([model, f"{tokens:,}", *(f"{p[0]:.2f}" if p else "-" for p in pairs)])
+    return markdown(["model", "tokens", *ROUTINGS], lines) if lines else ""
+
+
+def static_expert_words(jobs: dict[tuple[Cell, int], Rows]) -> str:
+    ratios = {
+        cell: pair[0]
+        for cell, rows in idle_cells(jobs).items()
+        if (pair := over_steal(rows, "static_expert"))
+    }
+    if not ratios:
+        return ""
+    few = {c: r for c, r in ratios.items() if c.routing == SKEWED and c.tokens <= FEW}
+    best = max(few or ratios, key=lambda cell: ratios[cell])
+    return (
+        "With every expert's tasks fixed to its own SMs (`static_expert`) the layer takes "
+        f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f} times as long as with stealing, "
+        f"{geometric_mean(ratios.values()):.2f} in the geometric mean; "
+        + (f"at {SKEWED} and up to {FEW} tokens" if few else "it is")
+        + f" at most {ratios[best]:.2f} times ({best.model}, {best.tokens:,} tokens)."
+    )
+
+
+def by_policy_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
+    """Geometric means over steal, by policy, tokens and routing."""
+    cells = idle_cells(jobs)
+    groups = [
+        (f"{routing}, {'up to' if few else 'above'} {FEW}", routing, few)
+        for few in (True, False)
+        for routing in ROUTINGS
+    ]
+    columns = []
+    for title, routing, few in groups:
+        some = [r for c, r in cells.items() if c.routing == routing and (c.tokens <= FEW) == few]
+        if some:
+            columns.append((title, some))
+    lines = []
+    for name in ORDER[1:]:
+        line = [f"`{name}`"]
+        for _, some in columns:
+            pairs = [pair[0] for rows in some if (pair := over_steal(rows, name))]
+            line.append(
+                f"{geometric_mean(pairs):.3f} ({min(pairs):.2f} to {max(pairs):.2f})"
+                if pairs
+                else "-"
+            )
+        if set(line[1:]) - {"-"}:
+            lines.append(line)
+    return markdown(["over steal", *(title for title, _ in columns)], lines) if lines else ""
+
+
+def figure(row: Row, name: str, form: str) -> str:
+    value = row.get(name)
+    return "-" if value is None else format(value, form)
+
+
+def every_cell_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
+    """Every idle cell: steal's time, the others over it, and what its workers did."""
+    lines = []
+    cells = idle_cells(jobs)
+    for model, tokens in in_rows(cells):
+        for routing in ROUTINGS:
+            rows = cells.get(Cell(model, tokens, routing), {})
+            steal = rows.get("steal", {})
+            if "us" not in steal:
+                continue
+            pairs = [over_steal(rows, name) for name in ORDER[1:]]
+            static = rows.get("static_strided", {})
+            lines.append(
+                [
+                    *(model, f"{tokens:,}", routing, f"{steal['us']:.1f}"),
+                    f"{steal['of_floor']:.3f}",
+                    *(f"{p[0]:.3f}" if p else "-" for p in pairs),
+                    figure(steal, "tasks", ",.0f"),
+                    figure(steal, "steals", ",.0f"),
+                    figure(steal, "busy_share", ".3f"),
+                    f"{figure(steal, 'tail_gap_us', '.1f')} / "
+                    f"{figure(static, 'tail_gap_us', '.1f')}",
+                ]
+            )
+    head = ["model", "tokens", "routing", "steal, us", "of the floor"]
+    head += [f"`{name}`" for name in ORDER[1:]]
+    head += ["tasks", "stolen", "busy share", "tail gap, us: steal / static_strided"]
+    return markdown(head, lines) if lines else ""
+
+
+def held_ratios(jobs: dict[tuple[Cell, int], Rows], name: str, held: int) -> list[float]:
+    """Times with SMs held over steal's on the idle GPU, of the cells that have both."""
+    return [
+        rows[name]["us"] / jobs[cell, 0]["steal"]["us"]
+        for (cell, sms), rows in jobs.items()
+        if sms == held
+        and "us" in rows.get(name, {})
+        and "us" in jobs.get((cell, 0), {}).get("steal", {})
+    ]
+
+
+def held_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
+    """A row a number of SMs held."""
+    counts = sorted({held for _, held in jobs if held})
+    cells = {cell for cell, held in jobs if held}
+    if not counts:
+        return ""
+    some = {job: rows for job, rows in jobs.items() if job[0] in cells}
+    names = [name for name in ORDER if held_ratios(some, name, counts[0])]
+    lines = []
+    for held in (0, *counts):
+        ratios = {name: held_ratios(some, name, held) for name in names}
+        line = [f"{held}"]
+        line += [f"{geometric_mean(ratios[n]):.3f}" if ratios[n] else "-" for n in names]
+        lines.append(line)
+    return markdown(["SMs held", *(f"`{name}`" for name in names)], lines) if lines else ""
+
+
+def held_words(jobs: dict[tuple[Cell, int], Rows]) -> str:
+    """static_strided and counter over steal, by SMs held."""
+    texts = []
+    for name in ("static_strided", "counter"):
+        parts = []
+        for held in sorted({held for _, held in jobs if held}):
+            pairs = [
+                pair[0]
+                for (_, sms), rows in jobs.items()
+                if sms == held and (pair := over_steal(rows, name))
+            ]
+            if pairs:
+                span = f"{min(pairs):.2f} to {max(pairs):.2f}"
+                parts.append(f"{geometric_mean(pairs):.2f} ({span}) with {held}")
+        if parts:
+            texts.append(f"`{name}` takes {', '.join(parts)}")
+    if not texts:
+        return ""
+    return (
+        "Where another kernel holds SMs the whole time, over `steal` beside it, geometric means: "
+        f"{'; '.join(texts)}."
+    )
+
+
+def knobs_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
+    """The queues' knobs, over steal with the default ones."""
+    cells = {c: r for c, r in idle_cells(jobs).items() if any("[" in name for name in r)}
+    names = list(dict.fromkeys(name for rows in cells.values() for name in rows if "[" in name))
+    lines = []
+    for cell, rows in cells.items():
+        line = [str(cell)]
+        for name in ("window", *names):
+            pair = over_steal(rows, name)
+            line.append("-" if pair is None else f"{pair[0]:.3f} ± {pair[1]:.3f}")
+        lines.append(line)
+    head = ["over steal, half, from 1 task, largest", "`window`", *(f"`{n}`" for n in names)]
+    return markdown(head, lines) if lines else ""
+
+
+def memory_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
+    """DRAM bytes read over the least, and L2 hit rates."""
+    lines = []
+    for cell, rows in idle_cells(jobs).items():
+        measured = [rows.get(name, {}) for name in ORDER]
+        if any(row.get("dram_over_min") is not None for row in measured):
+            texts = [
+                f"{figure(row, 'dram_over_min', '.2f')} / {figure(row, 'l2_hit', '.2f')}"
+                for row in measured
+            ]
+            lines.append([str(cell), *texts])
+    return markdown(["cell", *(f"`{name}`" for name in ORDER)], lines) if lines else ""
+
+
+# --- beside neighbours --------------------------------------------------------------------------
+
+
+def neighbours_table(rows: Iterable[Row]) -> str:
+    def job(row: Row) -> tuple[Any, ...]:
+        return (cell_of(row), row["neighbour"], row["neighbour_sms"] or 0)
+
+    lines = []
+    for (cell, kind, sms), found in newest(rows, job, lambda row: str(row["contestant"])).items():
+        for name, row in found.items():
+            good = row["equal_bits"] and row["finite"] and row.get("reduced_right", True)
+            lines.append(
+                [
+                    *(f"{kind} {sms or ''}".strip(), str(cell), f"`{name.partition(':')[2]}`"),
+                    *(f"{row['alone_us']:.1f}", f"{row['us']:.1f}", f"{row['slowdown']:.2f}"),
+                    f"{row['neighbour_alone_tbs']:.2f} / {row['neighbour_tbs']:.2f}",
+                    "yes" if good else "**no**",
+                ]
+            )
+    head = ["neighbour", "cell", "policy", "alone, us", "beside it, us", "times as long"]
+    head += ["neighbour alone / beside, TB/s", "right"]
+    return markdown(head, lines) if lines else ""
+
+
+# --- pages --------------------------------------------------------------------------------------
+
+
+def one_or_range(values: Iterable[float], form: str) -> str:
+    low, high = min(values), max(values)
+    texts = [format(low, form), format(high, form)]
+    return texts[0] if texts[0] == texts[1] else f"{texts[0]} to {texts[1]}"
+
+
+def provenance(rows: list[Row]) -> str:
+    """GPU, versions, dates, commits and rates of rows."""
+
+    def each(pick: Callable[[Row], Any]) -> str:
+        return ", ".join(dict.fromkeys(str(pick(row)) for row in rows))
+
+    return (
+        f"{each(lambda r: r['gpu'])}, driver {each(lambda r: r['driver'])}, torch "
+        f"{each(lambda r: r['versions']['torch'])}, bf16, {each(lambda r: r['date'])}, commit "
+        f"{each(lambda r: r['commit'][:12])}"
+    )
+
+
+def floor_words(rows: list[Row]) -> str:
+    return (
+        "Floor: the weights of the experts touched at "
+        f"{one_or_range([r['read_tbs'] for r in rows], '.2f')} TB/s, or the arithmetic at "
+        f"{one_or_range([r['matrix_tflops'] for r in rows], '.0f')} TFLOP/s, both measured in the "
+        "same run (a plain reading kernel's rate, so a cell can pass 1)."
+    )
+
+
+def readme_section(experts: list[Row], policies: list[Row]) -> str:
     """The generated part of the README, between its markers."""
-    cells = load(path)
-    row = next(iter(next(iter(cells.values())).values()))
+    cells, jobs = load_experts(experts), load_policies(policies)
+    used = [row for rows in cells.values() for row in rows.values()]
     rivals = sorted(
         {
             f"{r['contestant']} ({r['version']}: {r['note']})"
-            for rows in cells.values()
-            for n, r in rows.items()
-            if not n.startswith("weave") and r.get("version")
+            for r in used
+            if not r["contestant"].startswith("weave") and r.get("version")
         }
     )
     head = (
-        f"{row['gpu']}, driver {row['driver']}, torch {row['versions']['torch']}, bf16, "
-        f"{row['date']}, commit {row['commit'][:12]}; experts from ids to output, replays of CUDA "
-        "graphs, contestants in turn in one process. Floor: the weights of the experts touched at "
-        f"{row['read_tbs']:.2f} TB/s, or the arithmetic at {row['matrix_tflops']:.0f} TFLOP/s, "
-        "both measured in the same run (a plain reading kernel's rate, so a cell can pass 1). "
-        "Rivals: " + "; ".join(rivals) + "."
+        f"{provenance(used)}; experts from ids to output, replays of CUDA graphs, contestants in "
+        f"turn in one process, microseconds a call. {floor_words(used)}"
     )
-    return "\n".join([BEGIN, head, "", table(cells), "", dynamic_words(cells), END])
+    if rivals:
+        head += f" Rivals: {'; '.join(rivals)}."
+    dynamic = dynamic_words(jobs) or dynamic_words_of_experts(cells)
+    parts = [head, *rivals_part(cells), picture("rivals", "docs/"), dynamic]
+    parts += [static_expert_words(jobs), held_words(jobs), picture("policies", "docs/")]
+    parts.append("How it is measured, and all tables: [docs/benchmarks.md](docs/benchmarks.md).")
+    return "\n".join([BEGIN, "\n\n".join(part for part in parts if part), END])
 
 
-def main() -> int:
-    """Write or check the README."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
-    text = README.read_text()
+def details_section(experts: list[Row], policies: list[Row], neighbours: list[Row]) -> str:
+    """The generated part of docs/benchmarks.md."""
+    cells, jobs = load_experts(experts), load_policies(policies)
+    rows = [row for found in cells.values() for row in found.values()]
+    parts = ["## Against the floor and rivals", f"{provenance(rows)}. {floor_words(rows)}"]
+    parts += [picture("floor"), picture("rivals"), rivals_words(cells)]
+    parts += ["Microseconds a call:", contestants_table(cells)]
+    if jobs:
+        used = [row for rows in jobs.values() for row in rows.values()]
+        parts += [
+            "## By policy",
+            f"{provenance(used)}. {floor_words(used)}",
+            *(dynamic_words(jobs, where=True), by_policy_table(jobs), picture("policies")),
+            *("### A fixed map of experts to SMs, over `steal`", static_expert_words(jobs)),
+            static_expert_table(jobs),
+        ]
+        for title, text in (
+            (
+                "### With SMs held\n\nGeometric means of the time over that of `steal` on the idle "
+                "GPU, of the same cells.",
+                held_table(jobs),
+            ),
+            ("### The queues' knobs", knobs_table(jobs)),
+            (
+                "### Memory\n\nBytes read from DRAM over the least possible / L2 hit rate, by the "
+                "hardware counters.",
+                memory_table(jobs),
+            ),
+            ("### Every cell\n\nPolicies over `steal`, idle GPU.", every_cell_table(jobs)),
+        ):
+            if text:
+                parts += [title, held_words(jobs) if text == held_table(jobs) else "", text]
+    if neighbours:
+        parts += [
+            "## Beside other work",
+            provenance(neighbours) + ".",
+            neighbours_table(neighbours),
+        ]
+    return "\n".join([BEGIN, "\n\n".join(part for part in parts if part), END])
+
+
+def picture(name: str, folder: str = "") -> str:
+    """A link to a plot that is there."""
+    titles = {
+        "rivals": "Times as fast as the best rival, by tokens",
+        "floor": "Share of the floor, by tokens",
+        "policies": "Policies over stealing, by tokens and by SMs held",
+    }
+    there = (DETAILS.parent / f"{name}.png").exists()
+    return f"![{titles[name]}]({folder}{name}.png)" if there else ""
+
+
+def replaced(page: Path, section: str) -> str:
+    text = page.read_text()
     start, end = text.index(BEGIN), text.index(END) + len(END)
-    new = text[:start] + section() + text[end:]
-    if args.check:
-        if new != text:
-            print("README.md differs from benchmarks/results: run python benchmarks/report.py")
-        return int(new != text)
-    README.write_text(new)
-    return 0
+    return text[:start] + section + text[end:]
+
+
+def pages() -> dict[Path, str]:
+    """The text that each page should have."""
+    rows = {name: read(path) for name, path in FILES.items()}
+    return {
+        README: replaced(README, readme_section(rows["experts"], rows["policies"])),
+        DETAILS: replaced(DETAILS, details_section(*rows.values())),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the pages."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument("--no-plots", action="store_true", help="leave the plots as they are")
+    args = parser.parse_args(arguments)
+    if not (args.check or args.no_plots):
+        import plots
+
+        plots.write(load_experts(read(FILES["experts"])), load_policies(read(FILES["policies"])))
+    differ = [(path, text) for path, text in pages().items() if path.read_text() != text]
+    for path, text in differ:
+        if args.check:
+            name = path.relative_to(ROOT)
+            print(f"{name} differs from benchmarks/results: run python benchmarks/report.py")
+        else:
+            path.write_text(text)
+    return int(args.check and bool(differ))
 
 
 if __name__ == "__main__":

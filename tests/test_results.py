@@ -1,63 +1,268 @@
-"""The committed result files, and that the README says what they say."""
+"""The committed result files, and the report that is made of them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.jsonl"))
 KEYS = {
-    *("model", "T", "skew", "dtype", "contestant", "floor_us", "gpu", "driver", "versions"),
-    *("date", "commit", "command", "read_tbs", "matrix_tflops"),
+    *("model", "T", "skew", "dtype", "contestant", "gpu", "driver", "versions"),
+    *("date", "commit", "command"),
 }
+OF_A_FILE = {
+    "h200-experts": {"floor_us", "read_tbs", "matrix_tflops"},
+    "h200-policies": {
+        *("floor_us", "read_tbs", "matrix_tflops", "trace", "knobs", "sms_held", "steals"),
+        *("busy_share", "tail_gap_us", "dram_over_min"),
+    },
+    "h200-neighbours": {
+        *("neighbour", "neighbour_sms", "us", "alone_us", "slowdown", "equal_bits", "finite"),
+        *("neighbour_tbs", "neighbour_alone_tbs"),
+    },
+    "h200-counters": {"label", "kernels", "dram_bytes", "dram_over_min", "l2_hit"},
+}
+Row = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks/report.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def report() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import report
+
+    yield report
+    sys.path.remove(str(ROOT / "benchmarks"))
 
 
-def rows() -> list[dict[str, object]]:
-    text = (ROOT / "benchmarks/results/h200-experts.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+def rows(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_row_names_what_it_was_measured_on() -> None:
-    for row in rows():
-        assert row.keys() >= KEYS
-        assert {"us", "p99_us", "rel_err"} <= row.keys() or "error" in row
-        assert "/" not in str(row["command"]).replace("benchmarks/experts.py", "")
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_every_row_names_what_it_was_measured_on(path: Path) -> None:
+    for row in rows(path):
+        assert row.keys() >= KEYS | OF_A_FILE[path.stem]
+        command = row["command"].split()
+        assert command[0] == "python"
+        assert (ROOT / command[1]).is_file()
+        assert not any("/" in word for word in command[2:])
 
 
-def test_no_time_of_a_wrong_result() -> None:
-    for row in rows():
-        if str(row["contestant"]).startswith("weave"):
-            assert float(str(row["rel_err"])) < 1e-2
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_no_time_of_a_wrong_result(path: Path) -> None:
+    for row in rows(path):
+        assert ("us" in row) != ("error" in row) or "label" in row
+        if "us" in row and row["contestant"].startswith("weave"):
+            assert row["rel_err"] < 1e-2
+            assert row.get("max_row_err", 0) < 2e-2
+            assert row.get("equal_bits", True)
+            assert row.get("finite", True)
 
 
-def test_the_readme_says_what_the_results_say(report: ModuleType) -> None:
-    assert report.section() in (ROOT / "README.md").read_text()
+def test_the_pages_say_what_the_results_say(report: ModuleType) -> None:
+    for page, text in report.pages().items():
+        assert page.read_text() == text, f"{page.name}: run python benchmarks/report.py"
+
+
+def test_there_is_something_to_report(report: ModuleType) -> None:
+    assert "times as fast" in report.readme_section(report.read(report.FILES["experts"]), [])
+
+
+# --- a report of made-up rows -------------------------------------------------------------------
+
+ABOUT = {
+    "dtype": "bfloat16",
+    "gpu": "GPU",
+    "driver": "1",
+    "versions": {"torch": "2"},
+    "date": "2026-01-01",
+    "commit": "c" * 40,
+    "command": "python benchmarks/experts.py",
+    "read_tbs": 4.5,
+    "matrix_tflops": 700.0,
+}
+
+
+def expert_row(model: str, tokens: int, skew: float, contestant: str, us: float | None) -> Row:
+    row = {"model": model, "T": tokens, "skew": skew, "contestant": contestant, "floor_us": 10.0}
+    row |= {"version": "3", "note": "fused"}
+    return row | ABOUT | ({"error": "wrong result"} if us is None else {"us": us, "rel_err": 0.003})
+
+
+def policy_row(
+    cell: tuple[str, int, float | None],
+    policy: str,
+    over: float,
+    *,
+    held: int = 0,
+    spread: float = 0.001,
+    knobs: Row | None = None,
+) -> Row:
+    model, tokens, skew = cell
+    return {
+        **{"model": model, "T": tokens, "skew": skew, "trace": None if skew is not None else "t"},
+        **{"contestant": f"weave:{policy}", "floor_us": 10.0, "us": 20.0 * over},
+        **{"of_floor": 0.5 / over, "over_steal": over, "spread": spread, "sms_held": held},
+        "knobs": {"steal": "half", "min_steal": 1, "victim": "largest"} | (knobs or {}),
+        **{"tasks": 100, "steals": 7, "busy_share": 0.9, "tail_gap_us": 1.5},
+        **{"dram_over_min": None, "l2_hit": None, "rel_err": 0.003},
+    } | ABOUT
+
+
+def neighbour_row(policy: str, slowdown: float) -> Row:
+    return {
+        **{"model": "a", "T": 64, "skew": 0.0, "contestant": f"weave:{policy}"},
+        **{"neighbour": "stream", "neighbour_sms": 16, "us": 20 * slowdown, "alone_us": 20.0},
+        **{"slowdown": slowdown, "equal_bits": True, "finite": True},
+        **{"neighbour_tbs": 0.5, "neighbour_alone_tbs": 0.6},
+    } | ABOUT
+
+
+def write(path: Path, found: list[Row]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
 def test_the_report_names_the_cells_that_are_behind(report: ModuleType) -> None:
-    def cell(ours: float, rival: float) -> dict[str, dict[str, object]]:
-        base = {"floor_us": 1.0}
-        return {
-            "weave": {**base, "us": ours},
-            "vllm": {**base, "us": rival, "contestant": "vllm"},
-            "broken": {**base, "error": "wrong result", "contestant": "broken"},
-        }
+    found = [
+        *(expert_row("a", 1, 0.0, "weave", 2.0), expert_row("a", 1, 0.0, "vllm", 4.0)),
+        *(expert_row("a", 16, 1.2, "weave", 4.0), expert_row("a", 16, 1.2, "vllm", 2.0)),
+        *(expert_row("a", 16, 1.2, "broken", None), expert_row("a", 16, 1.2, "slow", 9.0)),
+        expert_row("a", 4096, 0.0, "weave", 4.0),
+    ]
+    text = report.readme_section(found, [])
+    assert "Geometric mean against the best rival in each cell: 1.00 (a 1.00)." in text
+    assert "Slower than the best rival in 1 of 2 cells: a T=16 Zipf 1.2 (0.50)." in text
+    few, many = text.split("**More than 256 tokens**")
+    assert "| a | 1 | 2.0 | 5.000 | 4.0 (vllm) | 2.00 | - | - | - | - |" in few
+    assert "| a | 16 | - | - | - | - | 4.0 | 2.500 | 2.0 (vllm) | 0.50 |" in few
+    assert "| a | 4,096 | 4.0 | 2.500 | - | - | - | - | - | - |" in many
+    assert "4,096" not in few
+    details = report.details_section(found, [], [])
+    assert "| a | 16 | Zipf 1.2 | 10.0 | 4.0 | 2.0 | error | 9.0 |" in details
 
-    cells = {("a", 1, 0.0): cell(2.0, 4.0), ("a", 16, 0.0): cell(4.0, 2.0)}
-    text = report.table(cells)
-    assert "Geometric mean against the best rival in each cell: 1.00" in text
-    assert "Slower than the best rival in 1 of 2 cells: a T=16 skew 0 (0.50)." in text
+
+def test_only_rows_of_one_commit_are_compared(report: ModuleType) -> None:
+    old = [expert_row("a", 1, 0.0, "weave", 1.0), expert_row("a", 1, 0.0, "vllm", 2.0)]
+    new = [row | {"commit": "d" * 40} for row in (old[0] | {"us": 5.0},)]
+    cells = report.load_experts(old + new)
+    assert cells == {report.Cell("a", 1, "even"): {"weave": new[0]}}
+    assert report.ratio_to_rival(next(iter(cells.values()))) is None
+    again = report.load_experts([*old, old[0] | {"us": 1.5}])
+    assert next(iter(again.values()))["weave"]["us"] == 1.5
+
+
+@pytest.fixture
+def made_up() -> list[Row]:
+    found = []
+    for tokens, static, expert in ((64, 1.05, 3.0), (4096, 1.001, 1.5)):
+        for skew in (0.0, 1.2, None):
+            cell = ("a", tokens, skew)
+            found += [
+                policy_row(cell, "steal", 1.0),
+                policy_row(cell, "counter", 0.998),
+                policy_row(cell, "static_strided", static),
+                policy_row(cell, "static_expert", expert + (skew or 0)),
+            ]
+    found.append(policy_row(("a", 64, 1.2), "steal", 1.03, knobs={"steal": "one"}))
+    found += [
+        policy_row(("a", 64, 0.0), "steal", 1.0, held=16) | {"us": 25.0},
+        policy_row(("a", 64, 0.0), "static_strided", 1.2, held=16) | {"us": 30.0},
+        policy_row(("a", 64, 0.0), "counter", 1.0, held=16) | {"us": 25.0},
+    ]
+    return found
+
+
+def test_it_says_where_dynamic_scheduling_gains_nothing(
+    report: ModuleType, made_up: list[Row]
+) -> None:
+    jobs = report.load_policies(made_up)
+    short, long = report.dynamic_words(jobs), report.dynamic_words(jobs, where=True)
+    assert "**Dynamic scheduling gains nothing there in 3 of 6 cells** (0 of 3 up to 256" in short
+    assert "3 of 3 above" in short
+    assert "a even 4,096; a Zipf 1.2 4,096; a recorded 4,096" in long
+    assert "One global counter is level with stealing in 6 of 6 cells" in short
+    wide = [row | {"spread": 0.2} for row in made_up]
+    assert "in 6 of 6 cells" in report.dynamic_words(report.load_policies(wide))
+    faster = [
+        row | {"over_steal": 0.9} if "counter" in row["contestant"] else row for row in made_up
+    ]
+    text = report.dynamic_words(report.load_policies(faster))
+    assert "level with stealing in 0 of 6 cells, faster in 6" in text
+    assert "what pays is handing out tasks" in text
+    slower = [row | {"over_steal": 1.1 if "counter" in str(row) else 1.0} for row in made_up]
+    text = report.dynamic_words(report.load_policies(slower))
+    assert "level with stealing in 0 of 6 cells, slower in 6." in text
+    assert report.dynamic_words({}) == ""
+
+
+def test_tables_by_policy(report: ModuleType, made_up: list[Row]) -> None:
+    jobs = report.load_policies(made_up)
+    assert "| a | 64 | 3.00 | 4.20 | 3.00 |" in report.static_expert_table(jobs)
+    words = report.static_expert_words(jobs)
+    assert "1.50 to 4.20 times as long" in words
+    assert "at Zipf 1.2 and up to 256 tokens at most 4.20 times (a, 64 tokens)" in words
+    held = report.held_table(jobs)
+    assert "| 0 | 1.000 | 0.998 | 1.050 |" in held
+    assert "| 16 | 1.250 | 1.250 | 1.500 |" in held
+    assert "`static_strided` takes 1.20 (1.20 to 1.20) with 16" in report.held_words(jobs)
+    assert "1.030 ± 0.001" in report.knobs_table(jobs)
+    assert "`steal[steal=one]`" in report.knobs_table(jobs)
+    assert "1.050 (1.05 to 1.05)" in report.by_policy_table(jobs)
+    assert "0.900 | 1.5 / 1.5 |" in report.every_cell_table(jobs)
+    assert report.memory_table(jobs) == ""
+    counted = [row | {"dram_over_min": 1.25, "l2_hit": 0.4} for row in made_up]
+    assert "1.25 / 0.40" in report.memory_table(report.load_policies(counted))
+
+
+def test_pages_and_plots_of_all_that_there_is(
+    report: ModuleType, made_up: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    files = {name: tmp_path / f"{name}.jsonl" for name in report.FILES}
+    pages = [tmp_path / "README.md", tmp_path / "docs" / "benchmarks.md"]
+    pages[1].parent.mkdir()
+    for page in pages:
+        page.write_text(f"before\n{report.BEGIN}\nyesterday's\n{report.END}\nafter\n")
+    monkeypatch.setattr(report, "FILES", files)
+    monkeypatch.setattr(report, "README", pages[0])
+    monkeypatch.setattr(report, "DETAILS", pages[1])
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    pairs = [(model, tokens) for model in "ab" for tokens in (1, 64, 4096)]
+    write(
+        files["experts"],
+        [
+            expert_row(model, tokens, skew, name, us)
+            for model, tokens in pairs
+            for skew in (0.0, 1.2)
+            for name, us in (("weave", 11.0), ("vllm", 13.0), ("weave:counter", 11.0))
+        ],
+    )
+    assert report.main(["--check"]) == 1
+    assert not list(tmp_path.rglob("*.png"))
+    assert report.main([]) == 0
+    assert {p.name for p in tmp_path.rglob("*.png")} == {"rivals.png", "floor.png"}
+    assert report.main(["--check"]) == 0
+    write(files["policies"], made_up)
+    write(files["neighbours"], [neighbour_row("steal", 1.1), neighbour_row("counter", 1.2)])
+    assert report.main(["--check"]) == 1
+    assert report.main([]) == 0
+    assert {p.name for p in tmp_path.rglob("*.png")} == {"rivals.png", "floor.png", "policies.png"}
+    assert report.main(["--check"]) == 0
+    readme, details = (page.read_text() for page in pages)
+    for text in (readme, details):
+        assert text.startswith("before\n")
+        assert text.endswith("after\n")
+        assert "yesterday" not in text
+    assert "(docs/policies.png)" in readme
+    assert "(policies.png)" in details
+    assert (
+        "| stream 16 | a T=64 even | `steal` | 20.0 | 22.0 | 1.10 | 0.60 / 0.50 | yes |" in details
+    )
+    assert "Over all 12 cells: 1.18." in readme

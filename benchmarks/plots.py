@@ -1,0 +1,156 @@
+"""The plots of docs/ and the README; apart, because they need matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import report
+from report import EVEN, ORDER, SKEWED, Cell, Rows
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+from matplotlib.ticker import FixedLocator
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+MARKS = "osD^vP"
+Jobs = dict[tuple[Cell, int], Rows]
+
+
+def lines_of(cells: dict[Cell, Rows], routing: str, value: Any) -> dict[str, tuple[list, list]]:
+    """{model: (tokens, values)} of the cells that have a value."""
+    lines: dict[str, tuple[list, list]] = {}
+    for model, tokens in report.in_rows(cells):
+        rows = cells.get(Cell(model, tokens, routing))
+        found = None if rows is None else value(rows)
+        if found is not None:
+            xs, ys = lines.setdefault(model, ([], []))
+            xs.append(tokens)
+            ys.append(found)
+    return lines
+
+
+def share_of(rows: Rows) -> float | None:
+    ours = rows.get("weave", {})
+    return ours["floor_us"] / ours["us"] if "us" in ours else None
+
+
+def share_of_rival(rows: Rows) -> float | None:
+    rival = report.best_rival(rows)
+    return None if rival is None else rival["floor_us"] / rival["us"]
+
+
+def panels(count: int, title: str, label: str) -> tuple[Any, Any]:
+    figure, axes = plt.subplots(
+        1, count, figsize=(4 * count + 1.5, 3.5), sharey=True, squeeze=False, layout="constrained"
+    )
+    figure.suptitle(title, fontsize=11)
+    axes[0, 0].set_ylabel(label)
+    for axis in axes[0]:
+        axis.grid(color="#dddddd", linewidth=0.6)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes[0]
+
+
+def by_tokens(axis: Any, routing: str, ticks: list[int]) -> None:
+    axis.set_title(f"{routing} routing", fontsize=10)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [f"{t:,}" for t in ticks], rotation=45, fontsize=8)
+    axis.minorticks_off()
+    axis.set_xlabel("tokens")
+
+
+def tokens_of(cells: dict[Cell, Rows]) -> list[int]:
+    return sorted({cell.tokens for cell in cells})
+
+
+def save(figure: Any, folder: Path, name: str) -> None:
+    labelled = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*labelled, loc="outside right center", fontsize=8, frameon=False)
+    # No version in the file: it would differ without a reason.
+    figure.savefig(folder / f"{name}.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def rivals(cells: dict[Cell, Rows], folder: Path) -> None:
+    if not any(report.ratio_to_rival(rows) for rows in cells.values()):
+        return
+    figure, axes = panels(2, "Against the best rival in each cell", "times as fast")
+    for axis, routing in zip(axes, (EVEN, SKEWED), strict=True):
+        axis.axhline(1, color="black", linewidth=0.8)
+        for i, (model, (xs, ys)) in enumerate(
+            lines_of(cells, routing, report.ratio_to_rival).items()
+        ):
+            axis.plot(xs, ys, marker=MARKS[i % 6], color=COLOURS[i % 6], label=model, markersize=4)
+        by_tokens(axis, routing, tokens_of(cells))
+    save(figure, folder, "rivals")
+
+
+def floor(cells: dict[Cell, Rows], folder: Path) -> None:
+    if not any(share_of(rows) for rows in cells.values()):
+        return
+    figure, axes = panels(
+        2, "Share of the floor: weave-moe (solid), the best rival (dashed)", "of the floor"
+    )
+    for axis, routing in zip(axes, (EVEN, SKEWED), strict=True):
+        axis.axhline(1, color="black", linewidth=0.8)
+        theirs = lines_of(cells, routing, share_of_rival)
+        for i, (model, (xs, ys)) in enumerate(lines_of(cells, routing, share_of).items()):
+            look = {"marker": MARKS[i % 6], "color": COLOURS[i % 6], "markersize": 4}
+            axis.plot(xs, ys, label=model, **look)
+            if model in theirs:
+                axis.plot(*theirs[model], linestyle="--", linewidth=0.9, **look)
+        by_tokens(axis, routing, tokens_of(cells))
+    save(figure, folder, "floor")
+
+
+def policies(jobs: Jobs, folder: Path) -> None:
+    """Means over models by tokens, even and skewed; and with SMs held."""
+    cells = report.idle_cells(jobs)
+    if not any(report.over_steal(rows, "counter") for rows in cells.values()):
+        return
+    held = sorted({sms for _, sms in jobs if sms})
+    figure, axes = panels(3 if held else 2, "Time over that of stealing on the idle GPU", "times")
+    for axis, routing in zip(axes, (EVEN, SKEWED), strict=False):
+        ticks = sorted({c.tokens for c in cells if c.routing == routing})
+        for i, name in enumerate(ORDER):
+            points = []
+            for tokens in ticks:
+                some = [r for c, r in cells.items() if c.tokens == tokens and c.routing == routing]
+                pairs = [pair[0] for rows in some if (pair := report.over_steal(rows, name))]
+                if pairs:
+                    points.append((tokens, report.geometric_mean(pairs)))
+            if points:
+                axis.plot(
+                    *zip(*points, strict=True),
+                    **{"marker": MARKS[i], "color": COLOURS[i], "label": name, "markersize": 4},
+                )
+        by_tokens(axis, routing, ticks)
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_locator(FixedLocator([0.8, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16]))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if held:
+        tried = {cell for cell, sms in jobs if sms}
+        some_jobs = {job: rows for job, rows in jobs.items() if job[0] in tried}
+        for i, name in enumerate(ORDER):
+            points = [
+                (sms, report.geometric_mean(ratios))
+                for sms in (0, *held)
+                if (ratios := report.held_ratios(some_jobs, name, sms))
+            ]
+            if points:
+                look = {"marker": MARKS[i], "color": COLOURS[i], "markersize": 4}
+                axes[2].plot(*zip(*points, strict=True), label=name, **look)
+        axes[2].set_title("up to 1,024 tokens, SMs held", fontsize=10)
+        axes[2].set_xlabel("SMs that another kernel holds")
+    save(figure, folder, "policies")
+
+
+def write(cells: dict[Cell, Rows], jobs: Jobs, folder: Path | None = None) -> None:
+    """All that there are results for."""
+    folder = report.DETAILS.parent if folder is None else folder
+    rivals(cells, folder)
+    floor(cells, folder)
+    policies(jobs, folder)
