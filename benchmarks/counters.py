@@ -43,16 +43,17 @@ CASES = (
     *(Case("qwen3-30b", tokens, skew) for tokens in (64, 256, 1024, 4096) for skew in (0.0, 1.2)),
     *(Case("mixtral", tokens, skew) for tokens in (64, 1024, 4096) for skew in (0.0, 1.2)),
 )
-ROOFS = ("/opt/nvidia/nsight-compute", "/usr/local/cuda/bin")
+ROOTS = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute")
 
 
 def find_ncu() -> str | None:
+    """On the path, or where its installers put it: the newest, by its start script."""
     found = shutil.which("ncu")
-    for folder in ROOFS if found is None else ():
-        for path in sorted(Path(folder).glob("**/ncu")) if Path(folder).is_dir() else ():
-            if os.access(path, os.X_OK) and path.is_file():
-                found = str(path)
-    return found
+    if found is not None:
+        return found
+    paths = [p for root in ROOTS for p in [*sorted(Path(root).glob("*/ncu")), Path(root, "ncu")]]
+    runs = [str(p) for p in paths if p.is_file() and os.access(p, os.X_OK)]
+    return runs[-1] if runs else None
 
 
 def parse(text: str) -> list[dict[str, float]]:

@@ -147,6 +147,7 @@ def show(cell: Cell, rows: list[Row], elapsed: float) -> None:
 
 def compile_first(args: argparse.Namespace) -> None:
     """Fills the compilers' caches, a process a model, so that compiling takes its time once."""
+    load_once(args)
     keep = {"--compile-first", "--compile-only"}
     same = [word for word in sys.argv[1:] if word not in keep]
     started = [
@@ -155,6 +156,27 @@ def compile_first(args: argparse.Namespace) -> None:
     ]
     for process in started:
         process.wait()
+
+
+def load_once(args: argparse.Namespace) -> None:
+    """What rivals unpack or build at first use, before several processes do it at once."""
+    device = common.the_device()
+    layers = [
+        (
+            torch.zeros(8, 256, 256, device=device, dtype=torch.bfloat16),
+            torch.zeros(8, 256, 128, device=device, dtype=torch.bfloat16),
+        )
+    ]
+    g = torch.Generator(device=device)
+    logits, ids, weights = common.route(4, 8, 2, 0.0, g)
+    x = torch.zeros(4, 256, device=device, dtype=torch.bfloat16)
+    rivals = load_rivals(args.rivals)
+    for name in args.contestants.split(","):
+        functions = make(name, rivals, layers)
+        try:
+            functions[0](x, ids, weights, logits)
+        except Exception:  # the run itself will say so
+            continue
 
 
 def compile_only(cell: Cell, contestants: dict[str, Any]) -> None:

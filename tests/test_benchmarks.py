@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -635,3 +635,56 @@ def test_what_is_counted_is_a_call_of_each_policy_after_a_first_one(
     active = int(capsys.readouterr().out.removeprefix("active="))
     cell = make_cell(common, common.Case("tiny", 5, 1.2))
     assert active == len(cell.routes[0][1].unique())
+
+
+def test_compiling_first_calls_everything_once_and_times_nothing(
+    experts: ModuleType,
+    common: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the processes that compile, one a model; here in this one."""
+    calls, out = tmp_path / "calls", tmp_path / "rows.jsonl"
+    rivals = tmp_path / "rivals.py"
+    rivals.write_text(
+        f"def logged(w13, w2):\n"
+        f"    def f(x, ids, weights, logits):\n"
+        f"        open({str(calls)!r}, 'a').write(f'{{len(x)}} {{w13.shape[0]}}\\n')\n"
+        f"    return f\n"
+        f"RIVALS = {{'logged': logged}}\n"
+    )
+    command = ["--models", "tiny,little", "--tokens", "1,9", "--out", str(out), "--commit", "c"]
+    command += ["--contestants", "logged", "--rivals", str(rivals)]
+    monkeypatch.setattr(sys, "argv", ["experts.py", *command, "--compile-first"])
+    started: list[list[str]] = []
+
+    class Process:
+        def __init__(self, arguments: list[str]) -> None:
+            started.append(arguments)
+            assert experts.main(arguments[2:]) == 0
+
+        def wait(self) -> None:
+            pass
+
+    monkeypatch.setattr(experts, "subprocess", SimpleNamespace(Popen=Process))
+    assert experts.main([*command, "--compile-first", "--max-seconds", "0"]) == 0
+    assert calls.read_text().splitlines() == ["4 8", "1 8", "9 8", "1 16", "9 16"]
+    assert not out.exists()
+    assert [a[-3:] for a in started] == [
+        ["--models", m, "--compile-only"] for m in ("tiny", "little")
+    ]
+
+
+def test_ncu_is_found_where_installers_put_it(
+    counters: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
+    monkeypatch.setattr(counters, "ROOTS", (str(tmp_path / "none"), str(tmp_path)))
+    assert counters.find_ncu() is None
+    for version in ("2024.1", "2025.3"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "ncu").write_text("")
+    assert counters.find_ncu() is None, "not executable"
+    for version in ("2024.1", "2025.3"):
+        (tmp_path / version / "ncu").chmod(0o755)
+    assert counters.find_ncu() == str(tmp_path / "2025.3" / "ncu")
