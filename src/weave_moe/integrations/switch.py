@@ -1,0 +1,101 @@
+"""What the serving engines' plugins share: the switch, the shape's fit, and kernels made early."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ..shapes import Activation, LayerShape
+from .fit import backend_problem
+
+__all__ = ["Verdict", "asked_for", "device_here", "fit_problem", "make_kernels", "report_text"]
+
+BACKENDS = {"cuda": "cuda", "cpu": "host"}
+"""The fast backend of a device's type."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one layer's experts.
+
+    name: the layer's name in the engine. used: whether the layer runs weave-moe. detail: the
+    backend if it does, else the reason why not.
+    """
+
+    name: str
+    used: bool
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'used' if self.used else 'not used'}, {self.detail}"
+
+
+def report_text(verdicts: list[Verdict]) -> str:
+    """The verdicts as text: one line that sums them up, then one for each layer."""
+    if not verdicts:
+        return "weave-moe: off, the model has no layers of experts"
+    used = sum(verdict.used for verdict in verdicts)
+    state = "on" if used == len(verdicts) else "partly on" if used else "off"
+    lines = [f"weave-moe: {state}, in {used} of {len(verdicts)} layers of experts"]
+    return "\n".join([*lines, *(f"  {verdict}" for verdict in verdicts)])
+
+
+def asked_for(variable: str) -> bool:
+    """Whether the environment variable switches a plugin on: "1" does; "", "0" or unset do not.
+
+    Raises ValueError for any other value.
+    """
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{variable} must be 1 (on) or 0 (off), got {value!r}")
+    return value == "1"
+
+
+def device_here(kind: str) -> tuple[str, int | None]:
+    """The device of type `kind` that this process computes on: its type and index."""
+    if kind == "cuda" and torch.cuda.is_available():
+        return kind, torch.cuda.current_device()
+    return kind, None
+
+
+def fit_problem(
+    device: str, shape: LayerShape, activation: Activation, *, interleaved: bool = False
+) -> str | None:
+    """Why the fast backend of a device type does not run such experts; None if it does."""
+    kind, index = device_here(device)
+    return backend_problem("auto", kind, index, shape, activation.kind, interleaved=interleaved)
+
+
+_made: set[tuple[LayerShape, Activation, bool, int, int | None]] = set()
+
+
+def make_kernels(
+    device: str,
+    shape: LayerShape,
+    activation: Activation,
+    *,
+    bias: bool,
+    tokens: int,
+    log: logging.Logger,
+) -> None:
+    """Compiles and loads what calls of up to `tokens` tokens need, once for each kind of layer.
+
+    Engines capture graphs later, and a capture can load nothing. On a CPU there is nothing to do.
+    """
+    kind, index = device_here(device)
+    if kind != "cuda":
+        return
+    key = (shape, activation, bias, tokens, index)
+    if key in _made:
+        return
+    from ..backends.cuda import warmup
+
+    start = time.monotonic()
+    warmup(shape, tokens, activation=activation, bias=bias, device=index)
+    _made.add(key)
+    seconds = time.monotonic() - start
+    log.info("weave-moe: kernels for up to %d tokens are loaded (%.1f s)", tokens, seconds)
