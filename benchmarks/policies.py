@@ -15,7 +15,8 @@ least 1 or 4 tasks, the largest queue or the first one found from a random place
 steals, busy share, tail gap and the like are medians of three launches of their own, with the
 kernel's statistics on. Busy share: of the SMs that were free, from a worker's start until its exit,
 waiting included, less the time until it knew its tasks. Tail gap: between the first and the last
-SM that was done for good. The kernel's clock ticks coarsely, about a microsecond.
+SM that was done for good. The kernel's clock ticks coarsely, about a microsecond. Where a call runs
+as several launches, they are of the last.
 
 dram_over_min is filled in by counters.py; null where it has not been measured.
 """
