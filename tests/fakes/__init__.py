@@ -1,0 +1,1 @@
+"""Stand-ins for engines that are too large to install for every test run."""
