@@ -1,4 +1,4 @@
-"""What the plugin touches of vLLM, for machines that have no vLLM: interfaces only, on a CPU.
+"""What the plugin touches of vLLM, for machines that have no vLLM: interfaces only.
 
 Read in vLLM 0.33.0 (in 0.20.0 too, but for what is said there), in these files below
 vllm/model_executor:
@@ -251,8 +251,8 @@ class FusedMoEKernel:
         ws13, ws2, shape = self.fused_experts.workspace_shapes(
             *sizes, global_num_experts, w1.size(0), None, activation
         )
-        scratch = [torch.empty(size, dtype=a1.dtype) for size in (ws13, ws2)]
-        output = torch.empty(shape, dtype=a1.dtype, device=a1.device)
+        scratch = [a1.new_empty(size) for size in (ws13, ws2)]
+        output = a1.new_empty(shape)
         self.fused_experts.apply(
             output=output,
             hidden_states=a1,
@@ -378,6 +378,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase, CustomOp):
 def modules() -> dict[str, ModuleType]:
     """The modules that the plugin and its tests import, by name."""
     registry.clear()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     moe = "vllm.model_executor.layers.fused_moe"
     here = globals()
 
@@ -387,7 +388,7 @@ def modules() -> dict[str, ModuleType]:
     return as_modules(
         {
             "vllm": {"__version__": "stand-in"},
-            "vllm.platforms": {"current_platform": SimpleNamespace(device_type="cpu")},
+            "vllm.platforms": {"current_platform": SimpleNamespace(device_type=device)},
             "vllm.config": {},
             "vllm.model_executor.custom_op": {"CustomOp": CustomOp, "op_registry_oot": registry},
             f"{moe}.activation": pick("MoEActivation"),
