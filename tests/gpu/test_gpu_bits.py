@@ -21,7 +21,7 @@ from weave_moe.shapes import LayerShape
 
 pytestmark = pytest.mark.gpu
 
-TOKENS = (1, 3, 12, 40, 200, 1100)
+TOKENS = (1, 3, 12, 40, 200, 300, 1100)
 expect(SMALL, TOKENS)
 
 

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from ..runtime.buffers import BufferPool, Buffers, needs_of, plan_arrays
-from ..runtime.driver import TENSOR_MAP_BYTES, Kernel, capture_id, encode_tensor_map
+from ..runtime.driver import TENSOR_MAP_BYTES, capture_id, encode_tensor_map
 from ..runtime.kernel import (
+    COMBINE_WARPS,
     ERRORS,
+    PIECE,
     KernelConfig,
+    Kernels,
     Launch,
     kernel_for,
     launch_maps,
+    sort_bytes,
 )
 from ..schedule import POLICY_CODES, VICTIM_CODES
 from ..schedule.granularity import KernelPlan, choose_kernel
@@ -25,7 +29,7 @@ from ..shapes import Activation, ExpertsCall, LayerShape, check_count, check_fla
 
 __all__ = ["BACKEND", "KernelError", "check", "plan_for", "slab_tokens", "unsupported", "warmup"]
 
-SLAB_TOKENS: Final = 8192
+SLAB_TOKENS: Final = 16_384
 SLAB_BYTES: Final = 2 << 30
 """Most tokens, and about the most bytes of rows, of one launch: larger calls run slab by slab in
 the same buffers."""
@@ -35,6 +39,7 @@ _SPIN_LIMIT: Final = 8_000_000  # about 4 s of polling
 _RING_LIMIT_NS: Final = 20_000_000_000
 _EVICT_FIRST: Final = 0x12F0000000000000
 _EVICT_NORMAL: Final = 0x1000000000000000
+_EVICT_LAST: Final = 0x14F0000000000000
 _HINT_NORMAL_TOKENS: Final = 1024  # from here normal eviction was faster (297.5 us against 308.6)
 
 
@@ -258,8 +263,8 @@ _prepared: set[tuple[KernelConfig, int, int]] = set()
 
 def _prepared_kernel(
     s: LayerShape, act: Activation, plan: KernelPlan, index: int, *, bias: bool, only_ready: bool
-) -> Kernel | None:
-    """The kernel of a plan, loaded on a device; None if it is not and `only_ready`."""
+) -> Kernels | None:
+    """The kernels of a plan, loaded on a device; None if it is not and `only_ready`."""
     config = KernelConfig.of(
         plan,
         dtype=s.dtype,
@@ -275,10 +280,10 @@ def _prepared_kernel(
         return kernel_for(config, shared)
     if only_ready:
         return None
-    kernel = kernel_for(config, shared)
-    kernel.prepare(index)
+    kernels = kernel_for(config, shared)
+    kernels.prepare(index)
     _prepared.add(key)
-    return kernel
+    return kernels
 
 
 def _buffers_for(call: ExpertsCall, pool: BufferPool, stream: int, *, capturing: bool) -> Buffers:
@@ -325,7 +330,7 @@ def _launch(
     s = call.shape
     index = call.device.index or 0
     plan = plan_for(s, tokens, index)
-    kernel = _prepared_kernel(
+    kernels = _prepared_kernel(
         s,
         call.activation,
         plan,
@@ -333,7 +338,7 @@ def _launch(
         bias=call.b13 is not None or call.b2 is not None,
         only_ready=capturing,
     )
-    if kernel is None:
+    if kernels is None:
         raise RuntimeError(
             "the experts kernel for this shape is not loaded yet and cannot be during graph "
             f"capture; call weave_moe.warmup(shape, tokens={tokens}) before it"
@@ -365,12 +370,14 @@ def _launch(
     p.b13, p.b2 = _pointer(call.b13), _pointer(call.b2)
     p.out = out.data_ptr() + first * s.hidden * 2
     p.h, p.rows = buffers.h.data_ptr(), buffers.rows.data_ptr()
-    if not plan.local_plan:
+    if plan.many:
+        p.chunk_slots = needs.chunk_tokens * s.top_k
+        p.sort_chunks = -(-tokens // needs.chunk_tokens)
         at = buffers.plan.data_ptr()
-        for name, words in plan_arrays(needs.groups, s.experts, needs.h_rows, tokens * s.top_k):
-            setattr(p.plan, name, at)
+        for name, words in plan_arrays(needs.groups, s.experts, tokens * s.top_k, p.sort_chunks):
+            setattr(p if name == "chunk_tokens" else p.plan, name, at)
             at += 4 * words
-        p.plan_scratch = (at + 7) & ~7
+    p.max_rows = needs.h_rows - plan.width_cap
     base = buffers.counters.data_ptr()
     shared = p.shared
     shared.control = base
@@ -391,6 +398,7 @@ def _launch(
     knobs.static_share = getattr(call.workspace, "static_share", 70)
     p.host_error = pool.error.data_ptr()
     p.weight_hint = _EVICT_FIRST if tokens < _HINT_NORMAL_TOKENS else _EVICT_NORMAL
+    p.x_hint = _EVICT_NORMAL if plan.many else _EVICT_LAST
     p.ring_limit_ns = _RING_LIMIT_NS
     p.ring_bytes = plan.ring_bytes
     p.x_pitch = s.hidden
@@ -414,18 +422,32 @@ def _launch(
     stats = getattr(call.workspace, "_cuda_stats", None)
     p.stats = _pointer(stats)
 
-    gathered = [bytes(TENSOR_MAP_BYTES)]  # unused
-    if plan.gathered_first:
+    unused = [bytes(TENSOR_MAP_BYTES)]
+    gathered, store_h, store_rows = unused, unused, unused
+    if plan.gathers:
         p.gathered = buffers.gathered.data_ptr()
         gathered = buffers.row_maps(buffers.gathered, s.hidden, plan, s.dtype)
+    if plan.many:
+        store_h = buffers.store_maps(buffers.h, s.intermediate, plan.tile_m // 4, s.dtype)
+        store_rows = 4 * unused  # fp16: rows of fp32, stored without a map
+        if s.dtype == "bfloat16":
+            store_rows = buffers.store_maps(buffers.rows, s.hidden, plan.tile_m // 2, s.dtype)
     maps = launch_maps(
         [
             *_maps_of_weights(call, plan),
             *buffers.row_maps(buffers.h, s.intermediate, plan, s.dtype),
             *gathered,
+            *store_h,
+            *store_rows,
         ]
     )
-    kernel.launch(workers, torch.cuda.current_stream().cuda_stream, maps, p)
+    stream = torch.cuda.current_stream().cuda_stream
+    if kernels.sort is not None:
+        kernels.sort.launch(workers, stream, p, shared=sort_bytes(s.experts, p.chunk_slots))
+    kernels.experts.launch(workers, stream, maps, p)
+    if kernels.combine is not None:
+        warps = tokens * -(-s.hidden // PIECE)
+        kernels.combine.launch(-(-warps // COMBINE_WARPS), stream, p)
 
 
 def warmup(

@@ -12,8 +12,11 @@ constexpr int MAX_RING = 16;                    // most stages of the ring
 constexpr int WIDTH_CAP = WEAVE_WIDTH_CAP;      // most tokens of a group
 constexpr bool BF16 = WEAVE_BF16;               // else fp16
 constexpr bool ROWS_FP32 = !BF16;               // down rows before weighting: fp16 could overflow there
-constexpr bool LOCAL_PLAN = WEAVE_LOCAL_PLAN;   // each block plans for itself in shared memory
-constexpr bool GATHERED_FIRST = WEAVE_GATHERED_FIRST;  // x is copied into row order first; else read by token
+// Few tokens: one launch, in which each block plans for itself in shared memory and combine is tasks. Many: three, of
+// which this kernel is the second (many.h has the others).
+constexpr bool MANY = WEAVE_MANY;
+constexpr int GATHER_WIDTH = MANY ? 0 : 32;     // rows of x of wider groups are copied into row order first; else read by token
+constexpr bool WIDE = WIDTH_CAP > GATHER_WIDTH;
 constexpr bool PACKED_UP = WEAVE_PACKED_UP;     // hidden % 64 == 0: a stage of w13 is one TMA box
 constexpr bool PACKED_DOWN = WEAVE_PACKED_DOWN; // intermediate % 64 == 0: the same for w2 and the activations
 constexpr bool BIAS = WEAVE_BIAS;
@@ -24,9 +27,17 @@ constexpr int WARPGROUPS = TILE_M / 64;         // consumers: each takes 64 of a
 constexpr int CONSUMER_WARPS = WARPGROUPS * 4;
 constexpr int WARPS = CONSUMER_WARPS + 4;
 constexpr int THREADS = WARPS * 32;
-constexpr int WEIGHT_WARP = CONSUMER_WARPS, ACTIVATION_WARP = CONSUMER_WARPS + 1, PUBLISH_WARP = CONSUMER_WARPS + 2;
+constexpr int WEIGHT_WARP = CONSUMER_WARPS, ACTIVATION_WARP = CONSUMER_WARPS + 1;
+// Few tokens: one warp tells others of finished tiles. Many: one for each consumer warpgroup, which also stores its tiles.
+constexpr int PUBLISH_WARP = CONSUMER_WARPS + 2, PUBLISHERS = MANY ? WARPGROUPS : 1;
 constexpr u32 W_BYTES = TILE_M * TILE_K * 2, COLUMN_BYTES = TILE_K * 2;  // of a stage; of a token in a stage
 constexpr int TASK_RING = 4;
+
+// Many tokens: results go through shared memory, a slot at a time, and from there by TMA.
+constexpr u32 STAGING_SLOTS = 2, STAGING_SLOT_BYTES = 8192;  // of a warpgroup
+constexpr u32 STAGING_BYTES = MANY ? WARPGROUPS * STAGING_SLOTS * STAGING_SLOT_BYTES : 0;
+constexpr u32 STORE_ROWS = 64;  // most rows of a store; there are maps for 64, 32, 16 and 8
+constexpr int STORE_MAPS = 4;
 
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull;  // TMA cache hints
 
@@ -44,12 +55,13 @@ struct TaskSlot {
 
 using PlanIndex = u16;  // of a local plan
 
-// Shared memory: the ring (p.ring_bytes), then this, then a local plan. The ring's weights come first, then its
+// Shared memory: the ring (p.ring_bytes), staging, then this, then a local plan. The ring's weights come first, then its
 // activations, whose stages are as wide as the widest group of the launch: narrower groups make a deeper ring.
 struct alignas(16) Smem {
   TaskSlot task[TASK_RING];
   u64 full[MAX_RING], empty[MAX_RING];
   u64 task_full[TASK_RING], task_empty[TASK_RING], task_done[TASK_RING];
+  u64 staged[2][STAGING_SLOTS], drained[2][STAGING_SLOTS];  // of each warpgroup
   u64 join;  // consumers, where a tile has several K ranges
   PlanTotals totals;
   u32 aborted;  // a role of this block has given up
@@ -69,7 +81,8 @@ struct Cursor {
 struct Maps {
   TensorMap w13, w2;
   TensorMap h[WIDTH_CAP / 8];  // [width / 8 - 1]
-  TensorMap x[GATHERED_FIRST ? WIDTH_CAP / 8 : 1];  // of the gathered rows; else unused
+  TensorMap x[WIDE ? WIDTH_CAP / 8 : 1];  // of the gathered rows; else unused
+  TensorMap store_h[MANY ? STORE_MAPS : 1], store_rows[MANY ? STORE_MAPS : 1];  // else unused
 };
 
 struct Launch {
@@ -80,25 +93,27 @@ struct Launch {
   const int* expert_map;     // [experts_global] or null
   const void *b13, *b2;      // [experts, 2 x intermediate], [experts, hidden] or null
   void* out;                 // [tokens, hidden], contiguous
-  u16* gathered;             // [max_rows, hidden]: x in row order, or null
+  u16* gathered;             // [max_rows, hidden]: x in row order, of wide groups; null where none can be
   u16* h;                    // [max_rows, intermediate]
   void* rows;                // [max_rows, hidden] bf16 or fp32
   float* sums;               // K ranges: [parts][TILE_M x WIDTH_CAP] of each tile, both stages; else null
-  Plan<u32> plan;            // in global memory; unused with a local plan
-  u32* plan_scratch;
+  Plan<u32> plan;            // many tokens: in global memory; of it groups, expert_group, slot_row and totals
+  u16* chunk_tokens;         // many tokens: [sort_chunks][experts rounded up to 8]
   Shared shared;
   Knobs knobs;
   u64* stats;                // [workers][8] or null
   u32* host_error;           // pinned word of the host that learns of an error
-  u64 weight_hint;
+  u64 weight_hint, x_hint;
   u64 ring_limit_ns;
-  u64 ring_bytes;            // a multiple of 1,024
   i64 x_pitch;
   i64 valid_offset;          // of this launch's first token, within the tokens that `valid` counts
+  u32 ring_bytes;  // a multiple of 1,024
   u32 tokens, top_k, experts, experts_global, hidden, intermediate;
   u32 chunks_up, chunks_down, parts_up, parts_down;
   u32 hold_down;  // down weights wait for the gate_up tiles of their group
   u32 combine_tokens, combine_slices, slice;
+  u32 max_rows;
+  u32 sort_chunks, chunk_slots;  // many tokens: the slots, cut for sorting; a multiple of top_k
   u32 ids_wide, weights_kind, valid_wide;  // weights_kind: 0 fp32, 1 bf16, 2 fp16
   float alpha, limit, up_offset;
 };
@@ -132,7 +147,10 @@ struct ExpertOf {
 
 // A group's counter: rows gathered in the high half, finished gate_up tiles in the low half.
 constexpr u32 ROW_GATHERED = 1u << 16;
-WEAVE_FN u32 up_target(u32 tokens, u32 tiles) { return (GATHERED_FIRST ? tokens * ROW_GATHERED : 0) + tiles; }
+WEAVE_FN bool gathered_first(u32 tokens) { return WIDE && tokens > GATHER_WIDTH; }  // of a group
+WEAVE_FN u32 up_target(u32 tokens, u32 tiles) {
+  return (!MANY && gathered_first(tokens) ? tokens * ROW_GATHERED : 0) + tiles * PUBLISHERS;
+}
 
 // What every role holds: parameters, shared memory, and the way to give up. A role that fails says so to the launch and
 // to its block, and every wait of the block then returns false.
@@ -143,14 +161,21 @@ struct Block {
   Smem& s;
   u32 stages = 0, x_bytes = 0;  // of the ring; known when the plan is
 
-  // Weights need no more than the widest group; a ring that no plan can make deeper than this keeps room for scratch.
-  WEAVE_FN void shape_ring(u32 width) {
-    x_bytes = (width < 8 ? 8 : width) * COLUMN_BYTES;
-    const u32 fit = p.ring_bytes / (W_BYTES + x_bytes);
-    stages = fit < MAX_RING ? fit : MAX_RING;
+  // Most stages whose activations have `width` columns.
+  static WEAVE_FN u32 ring_stages(u32 ring_bytes, u32 width) {
+    const u32 fit = ring_bytes / (W_BYTES + width * COLUMN_BYTES);
+    return fit < MAX_RING ? fit : MAX_RING;
   }
-  WEAVE_FN char* w(u32 slot) const { return ring + slot * W_BYTES; }
-  WEAVE_FN char* x(u32 slot) const { return ring + stages * W_BYTES + slot * x_bytes; }
+  WEAVE_FN void shape_ring(u32 width) {
+    width = width < 8 ? 8 : width;
+    x_bytes = width * COLUMN_BYTES;
+    stages = ring_stages(p.ring_bytes, width);
+  }
+  WEAVE_FN u32 w(u32 slot) const { return smem_address(ring) + slot * W_BYTES; }
+  WEAVE_FN u32 x(u32 slot) const { return smem_address(ring) + stages * W_BYTES + slot * x_bytes; }
+  WEAVE_FN char* staging(u32 warpgroup, u32 slot) const {
+    return ring + p.ring_bytes + (warpgroup * STAGING_SLOTS + slot) * STAGING_SLOT_BYTES;
+  }
 
   WEAVE_FN void abort(u32 error) const {
     fail(p.shared.control, error);
@@ -160,6 +185,7 @@ struct Block {
     if (barrier_try_wait(bar, phase)) return true;
     const u64 begin = nanoseconds();
     for (;;) {
+#pragma unroll 1
       for (int i = 0; i < 16; ++i)
         if (barrier_try_wait(bar, phase)) return true;
       if (*(volatile u32*)&s.aborted) return false;

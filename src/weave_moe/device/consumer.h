@@ -4,7 +4,8 @@
 // and the next one, row 16 w + l / 4 in d[4 j], d[4 j + 1] and row 8 further in d[4 j + 2], d[4 j + 3]. In gate_up the
 // rows alternate by 8 between gate and up, so those are the gate and up of one element.
 #pragma once
-#include "config.h"
+#include "combine.h"
+#include "staging.h"
 #include "wgmma.h"
 
 namespace weave {
@@ -29,32 +30,54 @@ WEAVE_FN bool multiply(const Block& b, Cursor& ring, const TaskSlot& t, float (&
   const bool packed = t.kind == GATE_UP ? PACKED_UP : PACKED_DOWN;
   const u32 row_block = packed ? 1024 * K_BLOCKS : 1024;
   const u32 k_block = packed ? 1024 : TILE_M * 128;
+  const u32 x_block = t.width * 128 >> 4;  // the group's width, which N may exceed
   const u32 rows = warpgroup * 8 * row_block;
-  u32 previous = 0;
   bool ok = true;
 #pragma unroll 1
   for (u32 k = 0; k < t.steps; ++k) {
     // A failed wait does not leave the loop: with a product in flight that would make ptxas serialise them all.
     ok &= b.wait(&b.s.full[ring.slot], ring.phase);
-    // Gathered activations are ordinary writes. The fence names shared memory: one that covers device memory too was
+    // Rows read by token are ordinary writes. The fence names shared memory: one that covers device memory too was
     // measured to cost 6 to 19 percent of the layer.
-    if (!GATHERED_FIRST && t.kind == GATE_UP) fence_async_proxy_shared();
-    const u64 w = wgmma_descriptor(smem_address(b.w(ring.slot)) + rows, row_block);
-    const u64 x = wgmma_descriptor(smem_address(b.x(ring.slot)), 1024);
+    if (N <= GATHER_WIDTH && t.kind == GATE_UP) fence_async_proxy_shared();
+    const u64 w = wgmma_descriptor(b.w(ring.slot) + rows, row_block);
+    const u64 x = wgmma_descriptor(b.x(ring.slot), 1024);
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < TILE_K / 16; ++kk)
-      Wgmma<N, BF16>::mma(d, w + (kk / 4) * (k_block >> 4) + (kk % 4) * 2, x + (kk / 4) * (N * 128 >> 4) + (kk % 4) * 2);
+      Wgmma<N, BF16>::mma(d, w + (kk / 4) * (k_block >> 4) + (kk % 4) * 2, x + (kk / 4) * x_block + (kk % 4) * 2);
     wgmma_commit();
-    // One product stays in flight; the stage before it is free.
-    wgmma_wait<1>();
-    if (k && lane == 0) barrier_arrive(&b.s.empty[previous]);
-    previous = ring.slot;
+    // Not one product later: in the meantime the stage would load nothing (docs/measured.md).
+    wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(&b.s.empty[ring.slot]);
     ring.advance(b.stages);
   }
-  wgmma_wait<0>();
-  if (lane == 0) barrier_arrive(&b.s.empty[previous]);
   return ok;
+}
+
+// Not `v + 0` where there is no bias: that is an instruction, because of -0.
+WEAVE_FN float plus(float v, float bias) { return BIAS ? v + bias : v; }
+
+// Of gate and up, or of a thread's two rows of down; zero past the last row.
+struct Biases {
+  float first, second;
+};
+WEAVE_FN Biases gate_up_bias(const Launch& p, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
+  const u32 element = t.chunk * (TILE_M / 2) + warpgroup * 32 + warp * 8 + lane / 4;
+  if (!BIAS || !p.b13 || element >= p.intermediate) return {0, 0};
+  const u16* bias = (const u16*)p.b13 + (u64)t.expert * 2 * p.intermediate + element;
+  return {unpack<BF16>(bias[0]), unpack<BF16>(bias[p.intermediate])};
+}
+WEAVE_FN Biases down_bias(const Launch& p, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
+  const u32 row = t.chunk * TILE_M + warpgroup * 64 + warp * 16 + lane / 4;
+  if (!BIAS || !p.b2 || row >= p.hidden) return {0, 0};
+  const u16* bias = (const u16*)p.b2 + (u64)t.expert * p.hidden + row;
+  return {unpack<BF16>(bias[0]), row + 8 < p.hidden ? unpack<BF16>(bias[8]) : 0.f};
+}
+
+// The activations of one element of two tokens; d: gate and gate, up and up.
+WEAVE_FN u32 activation_pair(const Launch& p, const float* d, const Biases& bias) {
+  return pack2<BF16>(activate(p, plus(d[0], bias.first), plus(d[2], bias.second)), activate(p, plus(d[1], bias.first), plus(d[3], bias.second)));
 }
 
 // Registers to rows of h: two tokens of one feature become two features of one token by a transpose within the warp.
@@ -63,18 +86,11 @@ WEAVE_FN void store_activations(const Block& b, const TaskSlot& t, const float (
   const Launch& p = b.p;
   const u32 first = t.chunk * (TILE_M / 2) + warpgroup * 32 + warp * 8;
   if (first >= p.intermediate) return;  // warp-uniform: the last chunk may reach past the rows
-  float bias_gate = 0, bias_up = 0;
-  if (BIAS && p.b13) {
-    const u16* bias = (const u16*)p.b13 + (u64)t.expert * 2 * p.intermediate + first + lane / 4;
-    bias_gate = unpack<BF16>(bias[0]);
-    bias_up = unpack<BF16>(bias[p.intermediate]);
-  }
+  const Biases bias = gate_up_bias(p, t, warpgroup, warp, lane);
   u16* out = p.h + (u64)t.row * p.intermediate + first + 2 * (lane % 4);
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
-    const float a0 = activate(p, d[4 * j] + bias_gate, d[4 * j + 2] + bias_up);
-    const float a1 = activate(p, d[4 * j + 1] + bias_gate, d[4 * j + 3] + bias_up);
-    const u32 pair = transpose_8x8(pack2<BF16>(a0, a1));
+    const u32 pair = transpose_8x8(activation_pair(p, d + 4 * j, bias));
     const u32 token = 8 * j + lane / 4;
     if (token < t.tokens) *(u32*)(out + (u64)token * p.intermediate) = pair;
   }
@@ -86,12 +102,7 @@ WEAVE_FN void store_rows(const Block& b, const TaskSlot& t, const float (&d)[N /
   const u32 first = t.chunk * TILE_M + warpgroup * 64 + warp * 16;
   if (first >= p.hidden) return;
   const bool second = first + 8 < p.hidden;
-  float bias[2] = {0, 0};
-  if (BIAS && p.b2) {
-    const u16* b2 = (const u16*)p.b2 + (u64)t.expert * p.hidden + first + lane / 4;
-    bias[0] = unpack<BF16>(b2[0]);
-    if (second) bias[1] = unpack<BF16>(b2[8]);
-  }
+  const Biases bias = down_bias(p, t, warpgroup, warp, lane);
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
     if (ROWS_FP32) {
@@ -100,13 +111,13 @@ WEAVE_FN void store_rows(const Block& b, const TaskSlot& t, const float (&d)[N /
         const u32 token = 8 * j + 2 * (lane % 4) + i;
         float* out = (float*)p.rows + (u64)(t.row + token) * p.hidden + first + lane / 4;
         if (token < t.tokens) {
-          out[0] = d[4 * j + i] + bias[0];
-          if (second) out[8] = d[4 * j + 2 + i] + bias[1];
+          out[0] = plus(d[4 * j + i], bias.first);
+          if (second) out[8] = plus(d[4 * j + 2 + i], bias.second);
         }
       }
     } else {
-      const u32 low = transpose_8x8(pack2<BF16>(d[4 * j] + bias[0], d[4 * j + 1] + bias[0]));
-      const u32 high = transpose_8x8(pack2<BF16>(d[4 * j + 2] + bias[1], d[4 * j + 3] + bias[1]));
+      const u32 low = transpose_8x8(pack2<BF16>(plus(d[4 * j], bias.first), plus(d[4 * j + 1], bias.first)));
+      const u32 high = transpose_8x8(pack2<BF16>(plus(d[4 * j + 2], bias.second), plus(d[4 * j + 3], bias.second)));
       const u32 token = 8 * j + lane / 4;
       u16* out = (u16*)p.rows + (u64)(t.row + token) * p.hidden + first + 2 * (lane % 4);
       if (token < t.tokens) {
@@ -119,7 +130,7 @@ WEAVE_FN void store_rows(const Block& b, const TaskSlot& t, const float (&d)[N /
 
 // What a consumer warp carries from task to task.
 struct ConsumerState {
-  Cursor ring, task;
+  Cursor ring, task, slots;
   u32 join_phase = 0;
 };
 // A barrier of the consumers that, unlike the hardware's, ends when the block gives up.
@@ -164,6 +175,25 @@ WEAVE_FN Joined join_parts(const Block& b, ConsumerState& state, const TaskSlot&
   return LAST;
 }
 
+// Many tokens: the same values, by way of shared memory.
+template <int N>
+WEAVE_FN bool stage_results(const Block& b, ConsumerState& state, const TaskSlot& t, const float (&d)[N / 2], int warpgroup,
+                            u32 warp, u32 lane) {
+  if (t.kind == GATE_UP) {
+    const Biases bias = gate_up_bias(b.p, t, warpgroup, warp, lane);
+    return stage_tile<N, true>(b, state.slots, warpgroup, warp, lane, [&](int j) { return activation_pair(b.p, d + 4 * j, bias); });
+  }
+  if (ROWS_FP32) {
+    store_rows<N>(b, t, d, warpgroup, warp, lane);
+    return true;
+  }
+  const Biases bias = down_bias(b.p, t, warpgroup, warp, lane);
+  return stage_tile<N, false>(b, state.slots, warpgroup, warp, lane, [&](int i) {
+    const float add = i & 1 ? bias.second : bias.first;
+    return pack2<BF16>(plus(d[2 * i], add), plus(d[2 * i + 1], add));
+  });
+}
+
 template <int N>
 WEAVE_FN bool run_tile(const Block& b, ConsumerState& state, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
   float d[N / 2];
@@ -175,6 +205,7 @@ WEAVE_FN bool run_tile(const Block& b, ConsumerState& state, const TaskSlot& t, 
     const Joined joined = join_parts<N>(b, state, t, lane, d);
     if (joined != LAST) return joined == NOT_LAST;  // another part will finish the tile
   }
+  if (MANY) return stage_results<N>(b, state, t, d, warpgroup, warp, lane);
   if (t.kind == GATE_UP) {
     store_activations<N>(b, t, d, warpgroup, warp, lane);
     fence_async_proxy();  // h is read by TMA
@@ -186,57 +217,12 @@ WEAVE_FN bool run_tile(const Block& b, ConsumerState& state, const TaskSlot& t, 
 
 template <int N>
 WEAVE_FN bool run_width(const Block& b, ConsumerState& state, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
-  if (t.width == N) return run_tile<N>(b, state, t, warpgroup, warp, lane);
-  if constexpr (N > 8)
-    return run_width<(N <= 64 ? N - 8 : N - 16)>(b, state, t, warpgroup, warp, lane);
-  else
-    return false;
-}
-
-WEAVE_FN float weight_of(const Launch& p, u32 slot) {
-  if (p.weights_kind == 0) return __ldg((const float*)p.weights + slot);
-  const u16 w = __ldg((const u16*)p.weights + slot);
-  return p.weights_kind == 1 ? unpack<true>(w) : unpack<false>(w);
-}
-
-// y[token] = sum over slots, in slot order, of weight x row, for features [begin, end), eight a lane. Lane j < top_k holds
-// the row (NONE: skipped) and weight of slot j.
-WEAVE_FN void sum_rows(const Launch& p, u32 token, u32 row, float weight, u32 begin, u32 end) {
-  const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  for (u32 f = begin + (warp * 32 + lane) * 8; __any_sync(~0u, f < end); f += CONSUMER_WARPS * 256) {
-    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    for (u32 j0 = 0; j0 < p.top_k; j0 += 8) {
-      uint4 part[8][ROWS_FP32 ? 2 : 1];
-      float w[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const u32 from = j0 + j < p.top_k ? j0 + j : 0;
-        const u32 r = __shfl_sync(~0u, row, from);
-        w[j] = __shfl_sync(~0u, weight, from);
-        const bool use = j0 + j < p.top_k && r != NONE && f < end;
-        if (!use) w[j] = 0.f;
-#pragma unroll
-        for (int q = 0; q < (ROWS_FP32 ? 2 : 1); ++q) {
-          part[j][q] = make_uint4(0, 0, 0, 0);
-          if (use) part[j][q] = __ldcg((const uint4*)((const char*)p.rows + ((u64)r * p.hidden + f) * (ROWS_FP32 ? 4 : 2)) + q);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const u32* v = (const u32*)part[j];
-#pragma unroll
-        for (int q = 0; q < 8; ++q) {
-          const float value = ROWS_FP32 ? __uint_as_float(v[q]) : unpack<BF16>((u16)(v[q / 2] >> (q % 2 ? 16 : 0)));
-          sum[q] = fmaf(w[j], value, sum[q]);
-        }
-      }
-    }
-    if (f < end) {
-      const uint4 y = make_uint4(pack2<BF16>(sum[0], sum[1]), pack2<BF16>(sum[2], sum[3]), pack2<BF16>(sum[4], sum[5]),
-                                 pack2<BF16>(sum[6], sum[7]));
-      *(uint4*)((u16*)p.out + (u64)token * p.hidden + f) = y;
-    }
+  // Many tokens: a product may be 8 columns wider than the group. It reads what lies behind; nothing of that is stored.
+  constexpr int STEP = MANY || N > 64 ? 16 : 8;
+  if constexpr (N > STEP) {
+    if (t.width <= N - STEP) return run_width<N - STEP>(b, state, t, warpgroup, warp, lane);
   }
+  return run_tile<N>(b, state, t, warpgroup, warp, lane);
 }
 
 template <class Index>
@@ -260,7 +246,7 @@ WEAVE_FN bool combine(const Block& b, const Plan<Index>& plan, const ExpertOf& e
       return false;
     }
     __syncwarp();  // a vote orders nothing: this carries each lane's acquire to the lanes that read the rows
-    sum_rows(p, token, row, weight, begin, end);
+    for (u32 f = begin + threadIdx.x / 32 * PIECE; f < end; f += CONSUMER_WARPS * PIECE) sum_rows(p, token, row, weight, f + lane * 8, end);
   }
   return true;
 }
@@ -271,7 +257,7 @@ WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& e
   const int warpgroup = __shfl_sync(~0u, (int)(warp >> 2), 0);
   Smem& s = b.s;
   ConsumerState state;
-  if (GATHERED_FIRST) gather_rows(b, plan);
+  if (!MANY && gathered_first(plan.totals->width)) gather_rows(b, plan);
   for (;;) {
     const u32 slot = state.task.slot;
     if (!b.wait(&s.task_full[slot], state.task.phase)) return;
@@ -279,8 +265,8 @@ WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& e
     __syncwarp();
     if (lane == 0) barrier_arrive(&s.task_empty[slot]);
     if (t.kind == END) return;
-    const bool ok = t.kind == COMBINE ? combine(b, plan, expert_of, t, lane)
-                                      : run_width<WIDTH_CAP>(b, state, t, warpgroup, warp & 3, lane);
+    const bool ok = !MANY && t.kind == COMBINE ? combine(b, plan, expert_of, t, lane)
+                                               : run_width<WIDTH_CAP>(b, state, t, warpgroup, warp & 3, lane);
     if (!ok) {
       if (lane == 0) b.abort(RING_TIMEOUT);
       return;
@@ -291,7 +277,7 @@ WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& e
   }
 }
 
-// Before anything else, where activations are read through a copy in row order: a few rows by ticket, a warp or two a row.
+// Before anything else, where a group is wide: its rows of x are copied into row order, a few by ticket, a warp or two a row.
 // Rows are counted in the high half of their group's counter, finished tiles in the low one (up_target in config.h).
 template <class Index>
 WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan) {
@@ -300,12 +286,14 @@ WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan) {
   constexpr u32 ROWS = 4;  // of a ticket
   constexpr u32 WARPS_PER_ROW = CONSUMER_WARPS / ROWS < 1 ? 1 : CONSUMER_WARPS / ROWS;
   const u32 tickets = plan.totals->rows / ROWS;
+  u32 next = threadIdx.x == 0 ? add_relaxed(&p.shared.control->gather, 1u) : 0;
   for (;;) {
-    if (threadIdx.x == 0) b.s.gather = add_relaxed(&p.shared.control->gather, 1u);
+    if (threadIdx.x == 0) b.s.gather = next;
     asm volatile("bar.sync 3, %0;" ::"n"(CONSUMER_WARPS * 32) : "memory");
     const u32 ticket = b.s.gather;
     asm volatile("bar.sync 3, %0;" ::"n"(CONSUMER_WARPS * 32) : "memory");
     if (ticket >= tickets) return;
+    if (threadIdx.x == 0) next = add_relaxed(&p.shared.control->gather, 1u);  // on its way during the copy
     const u32 row = ticket * ROWS + warp / WARPS_PER_ROW;
     u32 lo = 0, hi = plan.totals->groups;  // the group that owns the row
     while (hi - lo > 1) {
@@ -315,6 +303,7 @@ WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan) {
       else
         hi = middle;
     }
+    if (!gathered_first(plan.groups[lo].tokens)) continue;
     const u32 slot = plan.row_slot[row];
     if (slot == (u32)(Index)NONE) continue;  // padding
     const uint4* from = (const uint4*)((const u16*)p.x + (i64)(slot / p.top_k) * p.x_pitch);

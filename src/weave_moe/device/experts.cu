@@ -1,6 +1,9 @@
-// The experts of one MoE layer in one persistent launch: plan, gate_up, activation, down, combine.
+// The experts of one MoE layer in one persistent launch: gate_up, activation, down; with few tokens plan and combine too.
 // One block an SM; any number of them may be running. Roles by warp: config.h. Claims and progress: queue.h.
 #include "consumer.h"
+#if WEAVE_MANY
+#include "many.h"
+#endif
 #include "producer.h"
 
 using namespace weave;
@@ -18,8 +21,8 @@ WEAVE_FN void run_block(const Block& b, const Plan<Index>& plan, const ExpertOf&
     consume(b, plan, expert_of);
   } else if (warp == ACTIVATION_WARP) {
     produce_activations(b, plan);
-  } else if (warp == PUBLISH_WARP && lane == 0) {
-    publish_finished(b);
+  } else if (warp < PUBLISH_WARP + PUBLISHERS && lane == 0) {
+    MANY ? store_staged(b, warp - PUBLISH_WARP) : publish_finished(b);
   }
 }
 
@@ -34,7 +37,7 @@ WEAVE_FN void report_failure(const Launch& p) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     weave_experts(const __grid_constant__ Maps maps, const __grid_constant__ Launch p) {
   extern __shared__ __align__(1024) char memory[];
-  Smem& s = *(Smem*)(memory + p.ring_bytes);
+  Smem& s = *(Smem*)(memory + p.ring_bytes + STAGING_BYTES);
   Block b = {p, maps, memory, s};
   const u32 warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const u64 start = p.stats ? nanoseconds() : 0;
@@ -45,14 +48,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < MAX_RING; ++i) {
-      barrier_init(&s.full[i], 1 + (GATHERED_FIRST ? 1 : 32));  // the weight producer; the activation producer, or its lanes
+      barrier_init(&s.full[i], 1 + 32);  // the weight producer; the lanes of the activation producer
       barrier_init(&s.empty[i], CONSUMER_WARPS);
     }
     for (int i = 0; i < TASK_RING; ++i) {
       barrier_init(&s.task_full[i], 1);
-      barrier_init(&s.task_empty[i], CONSUMER_WARPS + 2);  // consumers, activation producer, publisher
+      barrier_init(&s.task_empty[i], CONSUMER_WARPS + 1 + PUBLISHERS);  // consumers, activation producer, publishers
       barrier_init(&s.task_done[i], CONSUMER_WARPS);
     }
+    for (int i = 0; i < WARPGROUPS; ++i)
+      for (int j = 0; j < STAGING_SLOTS; ++j) barrier_init(&s.staged[i][j], 4), barrier_init(&s.drained[i][j], 1);
     barrier_init(&s.join, CONSUMER_WARPS);
     s.aborted = s.refused = 0;
     barrier_init_fence();
@@ -79,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const ExpertOf expert_of(p);
   const PlanShape shape = {p.tokens * p.top_k, p.experts, (u32)WIDTH_CAP};
 
-  if (LOCAL_PLAN) {
+  if (!MANY) {
     // Every block computes the same plan: cheaper than handing one over, and nothing to wait for.
     char* at = (char*)(&s + 1);
     Plan<PlanIndex> plan;
@@ -91,8 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     plan.row_slot = plan.slot_row + shape.slots;
     plan.totals = &s.totals;
     // Scratch lies at the end of the ring, where no plan puts weights, and activations come only after place().
-    const u32 deepest = p.ring_bytes / (W_BYTES + 8 * COLUMN_BYTES) < MAX_RING ? p.ring_bytes / (W_BYTES + 8 * COLUMN_BYTES) : MAX_RING;
-    const u32 room = (p.ring_bytes - deepest * W_BYTES) / 4;
+    const u32 room = (p.ring_bytes - Block::ring_stages(p.ring_bytes, 8) * W_BYTES) / 4;
     // As many warps as have room for a histogram; the weight producer is not among them.
     const u32 even = (p.experts + 1) & ~1u;  // keeps the 8-byte words of scratch aligned
     const u32 fit = (room - 2 * MAX_WARPS) / even - 2, warps = fit < CONSUMER_WARPS ? fit : CONSUMER_WARPS;
@@ -112,20 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         asm volatile("bar.sync 2, %0;" ::"n"(THREADS - 32) : "memory");  // all but the weight producer
       });
   } else {
-    if (threadIdx.x == WEIGHT_WARP * 32) {
-      refuse();
-      s.gather = !s.refused && claim_plan(p.shared);
-    }
-    __syncthreads();
-    if (s.gather) {
-      build_plan(BlockTeam(0, WARPS, 1), shape, p.plan, p.plan_scratch, expert_of);
-      __threadfence();  // each thread's part of the plan, before one thread's release
-      __syncthreads();
-      if (threadIdx.x == 0) publish_plan(p.shared);
-    } else if (threadIdx.x == 0 && !s.refused && !wait_for_plan(p.shared)) {
-      b.abort(PLAN_TIMEOUT);
-      s.refused = 1;
-    }
+    // The launch before this one has made the plan and gathered x.
+    if (threadIdx.x == WEIGHT_WARP * 32) refuse();
     __syncthreads();
     if (!s.refused) {
       b.shape_ring(p.plan.totals->width);

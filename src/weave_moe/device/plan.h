@@ -92,6 +92,26 @@ WEAVE_FN u64 extent(u32 tokens, u32 width_cap) {
   return (u64)padded_tokens(tokens, width_cap) << 32 | cut_tokens(tokens, width_cap).groups;
 }
 
+// The groups of one expert; returns the width of the widest.
+template <class Index>
+WEAVE_FN u32 write_groups(const Plan<Index>& p, u32 expert, u32 tokens, u32 row, u32 first_group, u32 width_cap) {
+  const Cut c = cut_tokens(tokens, width_cap);
+  u32 width = 0;
+  p.expert_group[expert] = first_group;
+  for (u32 g = 0; g < c.groups; ++g) {
+    const u32 lo = cut_at(c, g), hi = g + 1 < c.groups ? cut_at(c, g + 1) : tokens;
+    Group out;
+    out.row = row + lo;
+    out.first = first_group;
+    out.siblings = c.groups;
+    out.expert = (u16)expert;
+    out.tokens = (u16)(hi - lo);
+    p.groups[first_group + g] = out;
+    if (group_width(hi - lo) > width) width = group_width(hi - lo);
+  }
+  return width;
+}
+
 // A plan is built in two steps, so that weights can be asked for before the slots are placed: `count_tokens` makes the
 // groups, and with them the tasks; `place_slots` then gives each slot its row. The same team runs both, with the same
 // scratch (plan_scratch words) and a barrier between. Both are followed by what separates the plan's writes from its
@@ -176,20 +196,9 @@ WEAVE_FN void count_tokens(const Team& team, const PlanShape& s, const Plan<Inde
   for (u32 x = from; x < to; ++x) {
     const u32 tokens = p.expert_tokens[x];
     const u32 first_group = (u32)before, row = (u32)(before >> 32);
-    p.expert_group[x] = first_group;
     p.expert_row[x] = row;
-    const Cut c = cut_tokens(tokens, s.width_cap);
-    for (u32 g = 0; g < c.groups; ++g) {
-      const u32 lo = cut_at(c, g), hi = g + 1 < c.groups ? cut_at(c, g + 1) : tokens;
-      Group out;
-      out.row = row + lo;
-      out.first = first_group;
-      out.siblings = c.groups;
-      out.expert = (u16)x;
-      out.tokens = (u16)(hi - lo);
-      p.groups[first_group + g] = out;
-      if (group_width(hi - lo) > width) width = group_width(hi - lo);
-    }
+    const u32 widest = write_groups(p, x, tokens, row, first_group, s.width_cap);
+    width = widest > width ? widest : width;
     before += extent(tokens, s.width_cap);
   }
   team.raise(&p.totals->width, width);

@@ -36,10 +36,8 @@ WEAVE_FN TaskSlot describe(const Launch& p, const Plan<Index>& plan, u32 stage, 
   return t;
 }
 
-WEAVE_FN void load_weights(const Block& b, const TaskSlot& t, u32 slot, u32 step) {
+WEAVE_FN void load_weights(const Block& b, const TaskSlot& t, u32 dst, u64* bar, u32 step) {
   step += t.first_step;
-  char* dst = b.w(slot);
-  u64* bar = &b.s.full[slot];
   const u64 hint = b.p.weight_hint;
   if (t.kind == GATE_UP) {
     // Blocks of 8 rows, gate and up in turn, so that a thread of the consumer holds both halves of an element.
@@ -67,13 +65,12 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
   const WarpLanes lanes;
   const Launch& p = b.p;
   const u64 planned = p.stats ? nanoseconds() : 0;
-  Cursor ring;
-  Cursor ring_task;
+  Cursor ring, ring_task;
   ring.phase = ring_task.phase = 1;
   ClaimCounts total = {0, 0, 0, 0, 0};
   bool ok = true, over = false;
   u64 raw = ticket;
-  for (u32 stage = 0; stage < STAGES && ok; ++stage) {
+  for (u32 stage = 0; stage < (MANY ? COMBINE : STAGES) && ok; ++stage) {
     Stage st;
     st.tick = &p.shared.control->tick[stage];
     st.queue = p.shared.queue + (u64)stage * p.shared.workers;
@@ -114,8 +111,9 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
           if (k == claim_at) raw = claimer.issue();
           ok = b.wait(&b.s.empty[ring.slot], ring.phase);
           if (!ok) break;
-          barrier_arrive_expect(&b.s.full[ring.slot], W_BYTES);
-          load_weights(b, t, ring.slot, k);
+          u64* full = &b.s.full[ring.slot];
+          barrier_arrive_expect(full, W_BYTES);
+          load_weights(b, t, b.w(ring.slot), full, k);
           ring.advance(b.stages);
         }
         // A combine task has no loads to pace its claims, and it may wait: never claim past one.
@@ -154,27 +152,24 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
 template <class Index>
 struct Gather {
   static constexpr int LANES_PER_ROW = TILE_K / 8, ROWS_PER_COPY = 32 / LANES_PER_ROW;
-  static constexpr int TOKEN_REGISTERS = (WIDTH_CAP + 31) / 32;
-  u32 token[TOKEN_REGISTERS];  // lane l: the token of row 32 i + l
+  static constexpr int MAX_ROWS = WIDTH_CAP < GATHER_WIDTH ? WIDTH_CAP : GATHER_WIDTH;
+  static_assert(MAX_ROWS <= 32, "a row a lane");
+  u32 token;  // of the row of the lane's number
 
   WEAVE_FN void load_tokens(const Launch& p, const Plan<Index>& plan, const TaskSlot& t, u32 lane) {
-#pragma unroll
-    for (int i = 0; i < TOKEN_REGISTERS; ++i) {
-      const u32 r = 32 * i + lane;
-      token[i] = r < t.tokens ? (u32)plan.row_slot[t.row + r] / p.top_k : 0;
-    }
+    token = lane < t.tokens ? (u32)plan.row_slot[t.row + lane] / p.top_k : 0;
   }
-  WEAVE_FN void copy(const Launch& p, char* stage, u64* full, const TaskSlot& t, u32 step, u32 lane) {
+  WEAVE_FN void copy(const Launch& p, u32 stage, u64* full, const TaskSlot& t, u32 step, u32 lane) {
     const u32 column16 = lane % LANES_PER_ROW;
     const u32 column = (t.first_step + step) * TILE_K + column16 * 8;
     const u32 bytes = column < p.hidden ? 16 : 0;
     const u16* x = (const u16*)p.x + (bytes ? column : 0);
-    const u32 block = smem_address(stage) + (column16 / 8) * t.width * 128;
+    const u32 block = stage + (column16 / 8) * t.width * 128;
 #pragma unroll
-    for (int i = 0; i < WIDTH_CAP / ROWS_PER_COPY; ++i) {
+    for (int i = 0; i < MAX_ROWS / ROWS_PER_COPY; ++i) {
       if (i * ROWS_PER_COPY >= t.tokens) break;
       const u32 r = i * ROWS_PER_COPY + lane / LANES_PER_ROW;
-      const u32 tok = __shfl_sync(~0u, token[i * ROWS_PER_COPY / 32], r & 31);
+      const u32 tok = __shfl_sync(~0u, token, r);
       if (r < t.tokens) copy_async_16(block + r * 128 + ((column16 & 7) ^ (r & 7)) * 16, x + (i64)tok * p.x_pitch, bytes);
     }
     copy_async_arrive(full);
@@ -185,24 +180,26 @@ struct Gather {
 WEAVE_FN bool load_rows(const Block& b, const TaskSlot& t, Cursor& ring) {
   const bool up = t.kind == GATE_UP;
   // Gathered rows, by consumers that have started; finished gate_up tiles of the group, by workers that hold them.
-  if (!wait_for(b.p.shared, &b.p.shared.up_done[t.group], up_target(t.tokens, up ? 0 : b.p.chunks_up), TASK_TIMEOUT)) {
-    b.abort(TASK_TIMEOUT);
-    return false;
+  if (!MANY || !up) {
+    if (!wait_for(b.p.shared, &b.p.shared.up_done[t.group], up_target(t.tokens, up ? 0 : b.p.chunks_up), TASK_TIMEOUT)) {
+      b.abort(TASK_TIMEOUT);
+      return false;
+    }
+    fence_async_proxy();  // with few tokens the rows were ordinary stores
   }
-  fence_async_proxy();  // the rows were ordinary stores
-  const TensorMap* map = &(up && GATHERED_FIRST ? b.maps.x : b.maps.h)[t.width / 8 - 1];
+  const TensorMap* map = &(up ? b.maps.x : b.maps.h)[t.width / 8 - 1];
   const bool packed = up ? PACKED_UP : PACKED_DOWN;
   for (u32 k = 0; k < t.steps; ++k) {
     if (!b.wait(&b.s.empty[ring.slot], ring.phase)) return false;
     u64* bar = &b.s.full[ring.slot];
     barrier_arrive_expect(bar, t.width * TILE_K * 2);
-    if (!GATHERED_FIRST) barrier_arrive(bar, 31);  // for the other lanes, which arrive after a gather
-    char* dst = b.x(ring.slot);
+    barrier_arrive(bar, 31);  // for the other lanes, which arrive after a gather
+    const u32 dst = b.x(ring.slot);
     if (packed) {
-      tma_load(dst, map, bar, EVICT_LAST, 0, t.row, (t.first_step + k) * K_BLOCKS);
+      tma_load(dst, map, bar, b.p.x_hint, 0, t.row, (t.first_step + k) * K_BLOCKS);
     } else {
       for (int kb = 0; kb < K_BLOCKS; ++kb)
-        tma_load(dst + kb * t.width * 128, map, bar, EVICT_LAST, ((t.first_step + k) * K_BLOCKS + kb) * 64, t.row);
+        tma_load(dst + kb * t.width * 128, map, bar, b.p.x_hint, ((t.first_step + k) * K_BLOCKS + kb) * 64, t.row);
     }
     ring.advance(b.stages);
   }
@@ -215,8 +212,7 @@ WEAVE_FN void produce_activations(const Block& b, const Plan<Index>& plan) {
   const u32 lane = threadIdx.x & 31;
   const Launch& p = b.p;
   Smem& s = b.s;
-  Cursor ring;
-  Cursor ring_task;
+  Cursor ring, ring_task;
   ring.phase = 1;
   Gather<Index> gather;
   for (;;) {
@@ -227,7 +223,7 @@ WEAVE_FN void produce_activations(const Block& b, const Plan<Index>& plan) {
     ring_task.advance(TASK_RING);
     if (t.kind == END) return;
     if (t.kind == COMBINE) continue;
-    if (t.kind == GATE_UP && !GATHERED_FIRST) {
+    if (!MANY && t.kind == GATE_UP && !gathered_first(t.tokens)) {
       gather.load_tokens(p, plan, t, lane);
       for (u32 k = 0; k < t.steps; ++k) {
         if (!b.wait(&s.empty[ring.slot], ring.phase)) return;

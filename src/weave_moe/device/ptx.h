@@ -48,24 +48,32 @@ WEAVE_FN void prefetch_map(const TensorMap* m) { asm volatile("prefetch.tensorma
 #define WEAVE_TMA(DIMS, COORDS)                                                                               \
   "cp.async.bulk.tensor." DIMS ".shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint " \
   "[%0], [%1, {" COORDS "}], [%2], %3;"
-WEAVE_FN void tma_load(void* dst, const TensorMap* m, u64* bar, u64 hint, int a, int b) {
-  asm volatile(WEAVE_TMA("2d", "%4, %5")::"r"(smem_address(dst)), "l"(m), "r"(smem_address(bar)), "l"(hint), "r"(a), "r"(b) : "memory");
+WEAVE_FN void tma_load(u32 dst, const TensorMap* m, u64* bar, u64 hint, int a, int b) {
+  asm volatile(WEAVE_TMA("2d", "%4, %5")::"r"(dst), "l"(m), "r"(smem_address(bar)), "l"(hint), "r"(a), "r"(b) : "memory");
 }
-WEAVE_FN void tma_load(void* dst, const TensorMap* m, u64* bar, u64 hint, int a, int b, int c) {
-  asm volatile(WEAVE_TMA("3d", "%4, %5, %6")::"r"(smem_address(dst)), "l"(m), "r"(smem_address(bar)), "l"(hint), "r"(a), "r"(b), "r"(c)
+WEAVE_FN void tma_load(u32 dst, const TensorMap* m, u64* bar, u64 hint, int a, int b, int c) {
+  asm volatile(WEAVE_TMA("3d", "%4, %5, %6")::"r"(dst), "l"(m), "r"(smem_address(bar)), "l"(hint), "r"(a), "r"(b), "r"(c)
                : "memory");
 }
-WEAVE_FN void tma_load(void* dst, const TensorMap* m, u64* bar, u64 hint, int a, int b, int c, int d) {
-  asm volatile(WEAVE_TMA("4d", "%4, %5, %6, %7")::"r"(smem_address(dst)), "l"(m), "r"(smem_address(bar)), "l"(hint), "r"(a), "r"(b), "r"(c),
+WEAVE_FN void tma_load(u32 dst, const TensorMap* m, u64* bar, u64 hint, int a, int b, int c, int d) {
+  asm volatile(WEAVE_TMA("4d", "%4, %5, %6, %7")::"r"(dst), "l"(m), "r"(smem_address(bar)), "l"(hint), "r"(a), "r"(b), "r"(c),
                "r"(d)
                : "memory");
 }
-WEAVE_FN void tma_load(void* dst, const TensorMap* m, u64* bar, u64 hint, int a, int b, int c, int d, int e) {
-  asm volatile(WEAVE_TMA("5d", "%4, %5, %6, %7, %8")::"r"(smem_address(dst)), "l"(m), "r"(smem_address(bar)), "l"(hint), "r"(a), "r"(b), "r"(c),
+WEAVE_FN void tma_load(u32 dst, const TensorMap* m, u64* bar, u64 hint, int a, int b, int c, int d, int e) {
+  asm volatile(WEAVE_TMA("5d", "%4, %5, %6, %7, %8")::"r"(dst), "l"(m), "r"(smem_address(bar)), "l"(hint), "r"(a), "r"(b), "r"(c),
                "r"(d), "r"(e)
                : "memory");
 }
 #undef WEAVE_TMA
+
+// From shared memory to a tensor; rows and columns outside it are dropped.
+WEAVE_FN void tma_store(const TensorMap* m, u32 src, int a, int b) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(m), "r"(a), "r"(b), "r"(src) : "memory");
+}
+WEAVE_FN void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+WEAVE_FN void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // the source is free
+WEAVE_FN void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }            // the writes are done
 
 // 16 bytes from global to shared memory; `bytes` of them are read, the rest become zero.
 WEAVE_FN void copy_async_16(u32 dst, const void* src, u32 bytes) {
@@ -106,6 +114,15 @@ WEAVE_FN u32 transpose_8x8(u32 v) {
   u32 t;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
   return t;
+}
+
+// 8 x 8 matrices of 16-bit elements, transposed on their way to shared memory: lane 8 q + r gives the address of row r of
+// matrix q.
+WEAVE_FN void store_matrices(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+WEAVE_FN void store_matrices(u32 at, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
 }
 
 WEAVE_FN float exp2_fast(float v) {

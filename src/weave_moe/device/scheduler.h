@@ -20,8 +20,8 @@ struct Control {
   u32 epoch;          // launches completed
   u32 error;
   u32 plan;           // PLAN_NONE, PLAN_CLAIMED, PLAN_READY
-  u32 gather;         // GPU: blocks of rows of x handed out for gathering
-  u32 pad[2];
+  u32 gather;         // GPU: blocks of rows of x, or chunks of slots, handed out
+  u32 counted, sorted;  // GPU, sorting for many tokens: chunks that are counted; workers that are done
   u64 tick[STAGES];
 };
 enum PlanState : u32 { PLAN_NONE = 0, PLAN_CLAIMED = 1, PLAN_READY = 2 };

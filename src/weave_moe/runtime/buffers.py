@@ -22,7 +22,8 @@ __all__ = ["BufferPool", "Buffers", "Needs", "control_bytes", "needs_of", "plan_
 
 _CONTROL: Final = 64  # sizeof(weave::Control), rounded up
 _STAGES: Final = 3
-_WARPS: Final = 12
+MAX_CHUNKS: Final = 256  # of device/many.h
+_STORE_ROWS: Final = (64, 32, 16, 8)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Needs:
     """Sizes of one launch's buffers.
 
     counters: bytes that must be zero before the first launch.  h_rows: rows of activations [I] and
-    of down rows [H].  plan: bytes of a plan in global memory, 0 with a local one.
+    of down rows [H].  plan: bytes of the plan of many tokens, else 0.  chunk_tokens: tokens that a
+    chunk of the sort holds, else 0.
     """
 
     counters: int
@@ -40,6 +42,7 @@ class Needs:
     row_bytes: int
     gathered_bytes: int
     plan: int
+    chunk_tokens: int
     sums: int
 
 
@@ -48,17 +51,19 @@ def control_bytes(workers: int, groups: int, experts: int) -> int:
     return _CONTROL + 8 * _STAGES * workers + 4 * (groups + experts)
 
 
-def plan_arrays(groups: int, experts: int, rows: int, slots: int) -> tuple[tuple[str, int], ...]:
-    """A plan in global memory: the arrays of `weave::Plan`, in order, and their words."""
-    return (
+def plan_arrays(groups: int, experts: int, slots: int, chunks: int) -> tuple[tuple[str, int], ...]:
+    """The plan of many tokens: its arrays in order, each with its words, multiples of 4.
+
+    chunk_tokens is the sort's own, 16 bits for each chunk and expert.
+    """
+    words = (
+        ("chunk_tokens", chunks * -(-experts // 8) * 4),
         ("groups", 4 * groups),
         ("expert_group", experts + 1),
-        ("expert_row", experts),
-        ("expert_tokens", experts),
-        ("row_slot", rows),
         ("slot_row", slots),
         ("totals", 4),
     )
+    return tuple((name, -(-size // 4) * 4) for name, size in words)
 
 
 def needs_of(
@@ -78,13 +83,12 @@ def needs_of(
     # TMA reads a whole group's width from its first row: never past the last row.
     rows = max_rows(slots, experts) + plan.width_cap
     row_bytes = rows * hidden * (2 if dtype == "bfloat16" else 4)
-    plan_bytes = 0
-    if not plan.local_plan:
-        words = sum(size for _, size in plan_arrays(groups, experts, rows, slots))
-        words += (
-            2 + 2 * 16 + _WARPS * experts
-        )  # scratch, aligned to 8 bytes: plan_scratch of plan.h
-        plan_bytes = 4 * words
+    plan_bytes = chunk_tokens = 0
+    if plan.many:
+        # A chunk for each worker, so that all of them gather.
+        chunk_tokens = max(1, -(-tokens // min(workers, MAX_CHUNKS)))
+        chunks = -(-tokens // chunk_tokens)
+        plan_bytes = 4 * sum(size for _, size in plan_arrays(groups, experts, slots, chunks))
     sums = parts = 0
     if plan.parts_up > 1 or plan.parts_down > 1:
         tiles_up = groups * -(-intermediate // plan.chunk_up)
@@ -98,8 +102,9 @@ def needs_of(
         rows,
         rows * intermediate * 2,
         row_bytes,
-        rows * hidden * 2 if plan.gathered_first else 0,
+        rows * hidden * 2 if plan.gathers else 0,
         plan_bytes,
+        chunk_tokens,
         sums,
     )
 
@@ -164,6 +169,26 @@ class Buffers:
             depth = (plan.tile_k // 64,) if packed else ()
             boxes = [(64, width, *depth) for width in range(8, plan.width_cap + 1, 8)]
             found = [encode_tensor_map(tensor.data_ptr(), dtype, dims, strides, b) for b in boxes]
+            self._maps[key] = found
+        return found
+
+    def store_maps(self, tensor: Tensor, columns: int, width: int, dtype: str) -> list[bytes]:
+        """Maps to store tiles of many tokens by: `width` columns of h or of down rows."""
+        rows = min(tensor.numel() // (2 * columns), 2**31 - 1)
+        key = (tensor.data_ptr(), -width, columns, dtype == "bfloat16")
+        found = self._maps.get(key)
+        if found is None:
+            found = [
+                encode_tensor_map(
+                    tensor.data_ptr(),
+                    dtype,
+                    (columns, rows),
+                    (columns,),
+                    (width, count),
+                    swizzle=2 * width,
+                )
+                for count in _STORE_ROWS
+            ]
             self._maps[key] = found
         return found
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
 __all__ = [
     "CudaError",
     "Kernel",
+    "Library",
     "capture_id",
     "encode_tensor_map",
 ]
@@ -21,7 +23,7 @@ __all__ = [
 TENSOR_MAP_BYTES: Final = 128
 _MAX_DYNAMIC_SHARED_BYTES: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DATA_TYPES: Final = {"bfloat16": 9, "float16": 6}  # CUtensorMapDataType
-_SWIZZLE_128B: Final = 3
+_SWIZZLES: Final = {64: 2, 128: 3}  # CUtensorMapSwizzle
 # Weights are read once, in whole 128-byte lines. Promoting them to 256 bytes in L2 was measured to
 # cost 2 to 7 percent (docs/measured.md).
 _L2_PROMOTION_128B: Final = 2
@@ -72,21 +74,33 @@ def _call(name: str, *arguments: Any) -> None:
     _check(name, getattr(_library(), name)(*arguments))
 
 
-class Kernel:
-    """One kernel of a cubin, for every device of its architecture.
+class Library:
+    """The kernels of a cubin, for every device of its architecture.
 
-    cubin: the code.  name: the kernel's name.  shared_bytes: dynamic shared memory of a block.
-    threads: threads of a block.  Raises CudaError if the driver does not take the code.
+    Raises CudaError if the driver does not take the code.
     """
 
-    def __init__(self, cubin: bytes, name: str, *, shared_bytes: int, threads: int) -> None:
-        self.shared_bytes = shared_bytes
-        self.threads = threads
+    def __init__(self, cubin: bytes) -> None:
         self._cubin = cubin  # the driver may read it again when another device loads it
-        library = ctypes.c_void_p()
-        _call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
         self._handle = ctypes.c_void_p()
-        _call("cuLibraryGetKernel", ctypes.byref(self._handle), library, name.encode())
+        _call("cuLibraryLoadData", ctypes.byref(self._handle), cubin, None, None, 0, None, None, 0)
+
+    def kernel(self, name: str, *, shared_bytes: int, threads: int) -> Kernel:
+        """The kernel of that name. shared_bytes: most dynamic shared memory of a block.
+        threads: threads of a block."""
+        handle = ctypes.c_void_p()
+        _call("cuLibraryGetKernel", ctypes.byref(handle), self._handle, name.encode())
+        return Kernel(self, handle, shared_bytes, threads)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a library."""
+
+    library: Library
+    _handle: ctypes.c_void_p
+    shared_bytes: int
+    threads: int
 
     def prepare(self, device: int) -> None:
         """Loads the code on a device and allows its shared memory. Not during capture."""
@@ -100,8 +114,13 @@ class Kernel:
             device,
         )
 
-    def launch(self, blocks: int, stream: int, *arguments: ctypes.Structure) -> None:
-        """Launches `blocks` blocks on a stream of the current device; arguments by value."""
+    def launch(
+        self, blocks: int, stream: int, *arguments: ctypes.Structure, shared: int | None = None
+    ) -> None:
+        """Launches `blocks` blocks on a stream of the current device; arguments by value.
+
+        shared: dynamic shared memory of a block, by default the most there may be.
+        """
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
         # The kernel waits for the one before it by itself (griddepcontrol.wait), so that its blocks
         # may be placed while that one drains.
@@ -113,7 +132,7 @@ class Kernel:
             self.threads,
             1,
             1,
-            self.shared_bytes,
+            self.shared_bytes if shared is None else shared,
             stream,
             ctypes.pointer(attribute),
             1,
@@ -122,12 +141,19 @@ class Kernel:
 
 
 def encode_tensor_map(
-    pointer: int, dtype: str, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    pointer: int,
+    dtype: str,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    swizzle: int = 128,
 ) -> bytes:
-    """A tiled TMA map with 128-byte swizzle and zeros outside the tensor.
+    """A tiled TMA map with zeros outside the tensor.
 
     pointer: device address, 16-byte aligned.  dims, box: elements, innermost first.
     strides: elements, of dims[1:]; each a multiple of 8.  dtype: "bfloat16" or "float16".
+    swizzle: 128 or 64 bytes.
     """
     rank = len(dims)
     out = (ctypes.c_char * (TENSOR_MAP_BYTES + 64))()
@@ -143,7 +169,7 @@ def encode_tensor_map(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # no interleave
-        _SWIZZLE_128B,
+        _SWIZZLES[swizzle],
         _L2_PROMOTION_128B,
         0,  # zeros outside
     )

@@ -16,7 +16,7 @@ from typing import Final
 from ..schedule.granularity import CONTROL_BYTES, KernelPlan
 from . import nvrtc
 from .cache import cached_file, discard
-from .driver import TENSOR_MAP_BYTES, CudaError, Kernel
+from .driver import TENSOR_MAP_BYTES, CudaError, Kernel, Library
 
 __all__ = ["KernelConfig", "Launch", "kernel_for", "launch_maps"]
 
@@ -86,19 +86,20 @@ class Launch(ctypes.Structure):
         ],
         ("sums", ctypes.c_void_p),
         ("plan", _PlanPointers),
-        ("plan_scratch", ctypes.c_void_p),
+        ("chunk_tokens", ctypes.c_void_p),
         ("shared", _Shared),
         ("knobs", _Knobs),
         ("stats", ctypes.c_void_p),
         ("host_error", ctypes.c_void_p),
         ("weight_hint", ctypes.c_uint64),
+        ("x_hint", ctypes.c_uint64),
         ("ring_limit_ns", ctypes.c_uint64),
-        ("ring_bytes", ctypes.c_uint64),
         ("x_pitch", ctypes.c_int64),
         ("valid_offset", ctypes.c_int64),
         *[
             (name, ctypes.c_uint32)
             for name in (
+                "ring_bytes",
                 "tokens",
                 "top_k",
                 "experts",
@@ -113,6 +114,9 @@ class Launch(ctypes.Structure):
                 "combine_tokens",
                 "combine_slices",
                 "slice",
+                "max_rows",
+                "sort_chunks",
+                "chunk_slots",
                 "ids_wide",
                 "weights_kind",
                 "valid_wide",
@@ -129,7 +133,7 @@ def _maps_type(count: int) -> type[ctypes.Structure]:
 
 
 def launch_maps(maps: list[bytes]) -> ctypes.Structure:
-    """`weave::Maps`: w13, w2, then activations and gathered rows by width."""
+    """`weave::Maps`: w13, w2, activations and gathered rows by width, then stores by rows."""
     structure = _maps_type(len(maps))()
     ctypes.memmove(ctypes.addressof(structure), b"".join(maps), len(maps) * TENSOR_MAP_BYTES)
     return structure
@@ -147,8 +151,7 @@ class KernelConfig:
     tile_m: int
     tile_k: int
     width_cap: int
-    local_plan: bool
-    gathered_first: bool
+    many: bool
     split_k: bool
     dtype: str
     activation: str
@@ -174,8 +177,7 @@ class KernelConfig:
             plan.tile_m,
             plan.tile_k,
             plan.width_cap,
-            plan.local_plan,
-            plan.gathered_first,
+            plan.many,
             plan.parts_up > 1 or plan.parts_down > 1,
             dtype,
             activation,
@@ -191,8 +193,7 @@ class KernelConfig:
             "TILE_M": self.tile_m,
             "TILE_K": self.tile_k,
             "WIDTH_CAP": self.width_cap,
-            "LOCAL_PLAN": int(self.local_plan),
-            "GATHERED_FIRST": int(self.gathered_first),
+            "MANY": int(self.many),
             # Few slots: one look-up a lane is enough, and the code that runs once is shorter.
             "LOOK_AHEAD": 1 if self.tile_m == 64 else 8,
             "SPLIT_K": int(self.split_k),
@@ -228,23 +229,52 @@ def _source_hash() -> str:
     return digest.hexdigest()
 
 
-_kernels: dict[tuple[KernelConfig, int], Kernel] = {}
+SORT_THREADS: Final = 512
+COMBINE_WARPS: Final = 8
+PIECE: Final = 256
+"""Of device/many.h and device/combine.h: elements of a token that a warp of the combine adds up."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a configuration. sort, combine: only with many tokens."""
+
+    experts: Kernel
+    sort: Kernel | None = None
+    combine: Kernel | None = None
+
+    def prepare(self, device: int) -> None:
+        """Loads the code on a device and allows its shared memory. Not during capture."""
+        for kernel in (self.experts, self.sort, self.combine):
+            if kernel is not None:
+                kernel.prepare(device)
+
+
+def sort_bytes(experts: int, chunk_slots: int) -> int:
+    """Shared memory of a block of the sort: `SortMemory` in device/many.h."""
+    return 4 * (SORT_THREADS // 16 + 256 + 2 * 8 * SORT_THREADS + 4 * experts + chunk_slots)
+
+
+_kernels: dict[tuple[KernelConfig, int], Kernels] = {}
 _lock = threading.Lock()
 
 
-def _load(config: KernelConfig, shared_bytes: int) -> Kernel:
+def _load(config: KernelConfig, shared_bytes: int) -> Kernels:
     identity = [_source_hash(), nvrtc.ARCHITECTURE, nvrtc.version(), *config.options()]
 
     def compiled() -> bytes:
         return config.compile()[0]
 
-    def load(path: Path) -> Kernel:
-        return Kernel(
-            path.read_bytes(),
-            "weave_experts",
-            shared_bytes=shared_bytes,
-            threads=config.tile_m // 64 * 128 + 128,
-        )
+    def load(path: Path) -> Kernels:
+        library = Library(path.read_bytes())
+        threads = config.tile_m // 64 * 128 + 128
+        experts = library.kernel("weave_experts", shared_bytes=shared_bytes, threads=threads)
+        if not config.many:
+            return Kernels(experts)
+        most = sort_bytes(1024, 1 << 15)
+        sort = library.kernel("weave_sort", shared_bytes=most, threads=SORT_THREADS)
+        combine = library.kernel("weave_combine", shared_bytes=0, threads=32 * COMBINE_WARPS)
+        return Kernels(experts, sort, combine)
 
     path = cached_file("experts", identity, ".cubin", compiled)
     try:
@@ -255,10 +285,10 @@ def _load(config: KernelConfig, shared_bytes: int) -> Kernel:
         return load(cached_file("experts", identity, ".cubin", compiled))
 
 
-def kernel_for(config: KernelConfig, shared_bytes: int) -> Kernel:
-    """The loaded kernel: compiled at first use, then from the disk cache.
+def kernel_for(config: KernelConfig, shared_bytes: int) -> Kernels:
+    """The loaded kernels: compiled at first use, then from the disk cache.
 
-    shared_bytes: dynamic shared memory of a launch, with the local plan.
+    shared_bytes: dynamic shared memory that a block may have.
     """
     key = (config, shared_bytes)
     found = _kernels.get(key)

@@ -17,16 +17,28 @@ __all__ = ["KernelPlan", "choose_kernel", "local_plan_bytes"]
 SHARED_BYTES: Final = 232_448
 """Dynamic shared memory a block may have on sm_90."""
 
-CONTROL_BYTES: Final = 48 * 4 + 8 * (2 * 16 + 3 * 4 + 1) + 24
+CONTROL_BYTES: Final = 48 * 4 + 8 * (2 * 16 + 3 * 4 + 2 * 2 * 2 + 1) + 24
 """Of tasks, barriers and the plan's totals: `sizeof(Smem)` in device/config.h."""
+
+FEW_TOKENS: Final = 256
+"""Most tokens of the one launch that does everything; more take three."""
 
 LOCAL_SLOTS: Final = 4096
 """Most slots that each block plans for itself, in shared memory and in 16-bit row numbers."""
 
+STAGING_BYTES: Final = 2 * 2 * 8192
+"""Shared memory through which tiles of many tokens are stored."""
+
 MAX_STAGES: Final = 16
 """Most stages of the ring: barriers there are for."""
 
-WIDTH_CAPS: Final = (8, 16, 32, 64, 128)
+GATHER_WIDTH: Final = 32
+"""Rows of x of wider groups are copied into row order first; else read by token."""
+
+WIDTH_CAPS: Final = {64: (8, 32), 128: (16, 64, 128)}
+"""Of kernels for few tokens, by tile_m. Each is compiled at first use, so there are few of them."""
+
+MANY_WIDTH_CAP: Final = 256
 
 
 @dataclass(frozen=True)
@@ -35,8 +47,8 @@ class KernelPlan:
 
     tile_m: weight rows of a tile.  tile_k: columns of a ring stage.  ring_bytes: shared memory for
     the ring.
-    width_cap: most tokens of a group.  local_plan: each block plans for itself.
-    gathered_first: x is copied into row order before its tiles, else read by token.
+    width_cap: most tokens of a group.  many: three launches (sorting, experts, combine) with tiles
+    for many tokens; else one, in which each block plans for itself.
     combine_tokens: tokens of a combine task.  slice: hidden elements of a combine task.
     hold_down: down weights wait for their group's gate_up tiles, like its activations.
     parts_up, parts_down: K ranges of a tile, whose sums the last to finish adds in order. They are
@@ -48,8 +60,7 @@ class KernelPlan:
     tile_k: int
     ring_bytes: int
     width_cap: int
-    local_plan: bool
-    gathered_first: bool
+    many: bool
     combine_tokens: int
     slice: int
     hold_down: bool = False
@@ -72,12 +83,17 @@ class KernelPlan:
         """Rows of W2 in a tile."""
         return self.tile_m
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a group may be so wide that its rows of x are copied into row order first."""
+        return self.width_cap > GATHER_WIDTH
+
     def stages(self, width: int) -> int:
         """Stages of the ring in a launch whose widest group takes `width` columns."""
         return _stages(self.ring_bytes, self.tile_m, self.tile_k, width)
 
     def __str__(self) -> str:
-        where = "in each block" if self.local_plan else "by the first block"
+        where = "in a launch of its own" if self.many else "in each block"
         head = (
             f"tiles of {self.tile_m} rows x up to {self.width_cap} tokens, "
             f"{self.stages(8)} to {self.stages(self.width_cap)} stages of {self.tile_k} columns, "
@@ -94,11 +110,19 @@ def local_plan_bytes(slots: int, experts: int, width_cap: int) -> int:
     return groups * 16 + (experts + 1) * 4 + 2 * (slots + rows)
 
 
-def _width_cap(mean: float) -> int:
-    # An expert's load scatters about its mean by its square root: three of them cover nearly all
-    # experts with one group, so that their weights pass through each SM's ring once.
-    wanted = mean + 3 * math.sqrt(mean)
-    return next((cap for cap in WIDTH_CAPS if cap >= wanted), WIDTH_CAPS[-1])
+def _most_tokens(mean: float) -> float:
+    """Tokens that nearly every expert stays below when routing is even: its load scatters about the
+    mean by its square root."""
+    return mean + 3 * math.sqrt(mean)
+
+
+def _width_cap(tokens: int, mean: float, tile_m: int) -> int:
+    # Each group streams its expert's weights through a ring again, so hot experts want wide groups;
+    # and a wide cap costs little where no expert is hot, because the ring follows the widest group
+    # of the launch.
+    wanted = min(tokens, max(64.0, _most_tokens(mean)))
+    caps = WIDTH_CAPS[tile_m]
+    return next((cap for cap in caps if cap >= wanted), caps[-1])
 
 
 def choose_kernel(
@@ -113,37 +137,29 @@ def choose_kernel(
     slots = tokens * top_k
     touched = max(1, min(experts, slots))
     mean = slots / touched
-    local = slots <= LOCAL_SLOTS
-    cap = _width_cap(mean)
+    tile_m, tile_k = 64 if slots <= 32 else 128, 128
+    cap = _width_cap(tokens, mean, tile_m)
+    used = local_plan_bytes(slots, experts, cap)
+    ring = (shared_bytes - CONTROL_BYTES - used) // 1024 * 1024
+    room = ring - _stages(ring, tile_m, tile_k, 8) * tile_m * tile_k * 2
+    fits = used <= shared_bytes // 6 and room >= 4 * (2 * 16 + 3 * (experts + 1))
+    if tokens > FEW_TOKENS or slots > LOCAL_SLOTS or not fits:
+        return _many(tokens, slots, mean, shared_bytes)
     reasons = [f"{mean:.1f} tokens an expert that has any: groups of at most {cap}"]
-    if slots <= 32:
-        tile_m = 64
+    if tile_m == 64:
         reasons.append(
             f"{slots} slots: tiles of 64 rows, for more tasks than SMs (T=1: 24.2 us against 26.6)"
         )
-    else:
-        tile_m = 128
-    if local:
-        tile_k = 128
-        reasons.append("stages of 128 columns: a row's 256 contiguous bytes at a time")
-    else:
-        tile_k = 64
-        reasons.append("many tokens: stages of 64 columns, so that the ring stays deep")
+    reasons.append("stages of 128 columns: a row's 256 contiguous bytes at a time")
     if tokens == 1:
         reasons.append(
             "down weights after gate_up: T=1 30.6 us against 31.5 (T=2: 46.0 against 44.9)"
         )
-    if cap > 32:
-        reasons.append("x is gathered first (read by token, 64 rows took 1.8 us a stage)")
-    ring = (shared_bytes - CONTROL_BYTES) // 1024 * 1024
-    if local:
-        used = local_plan_bytes(slots, experts, cap)
-        ring = (shared_bytes - CONTROL_BYTES - used) // 1024 * 1024
-        room = ring - _stages(ring, tile_m, tile_k, 8) * tile_m * tile_k * 2
-        if used > shared_bytes // 6 or room < 4 * (2 * 16 + 3 * (experts + 1)):
-            local = False
-            ring = (shared_bytes - CONTROL_BYTES) // 1024 * 1024
-            reasons.append("the plan does not fit beside the ring: the first block makes it")
+    if cap > GATHER_WIDTH:
+        reasons.append(
+            f"rows of groups wider than {GATHER_WIDTH} are gathered first (read by token, 64 rows "
+            "took 1.8 us a stage)"
+        )
     # Few tokens: as many combine tasks as there is work for the SMs. A task's eight warps take
     # 2,048 elements of a token at once.
     combine_tokens = 1 if tokens <= 128 else 2 if tokens <= 512 else 8
@@ -154,13 +170,30 @@ def choose_kernel(
         tile_k,
         ring,
         cap,
-        local,
-        cap > 32,
+        False,
         combine_tokens,
         piece,
         hold_down=tokens == 1,
         reasons=tuple(reasons),
     )
+
+
+def _many(tokens: int, slots: int, mean: float, shared_bytes: int) -> KernelPlan:
+    ring = (shared_bytes - CONTROL_BYTES - STAGING_BYTES) // 1024 * 1024
+    reasons = [f"{tokens} tokens, {slots} slots: sorting and combine are launches of their own"]
+    if _most_tokens(mean) <= 128:
+        cap, tile_k = 128, 128
+        reasons.append(
+            f"{mean:.1f} tokens an expert: groups of at most 128 and stages of 128 columns "
+            "(qwen3-30b, T=1024: 347 us against 352)"
+        )
+    else:
+        cap, tile_k = MANY_WIDTH_CAP, 64
+        reasons += (
+            f"{mean:.1f} tokens an expert: groups of at most {cap}",
+            "stages of 64 columns: the ring stays deep (deepseek-v3, T=4096: 6.5 ms against 7.6)",
+        )
+    return KernelPlan(128, tile_k, ring, cap, True, 1, 256, reasons=tuple(reasons))
 
 
 def _stages(ring_bytes: int, tile_m: int, tile_k: int, width: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..runtime import nvrtc
-from ..runtime.driver import Kernel
+from ..runtime.driver import Kernel, Library
 
 __all__ = ["LIMIT_SECONDS", "held"]
 
@@ -89,7 +89,7 @@ class _Args(ctypes.Structure):
 @cache
 def _kernel(device: int, threads: int) -> Kernel:
     cubin, _ = nvrtc.compile_cubin(_SOURCE, {}, [])
-    kernel = Kernel(cubin, "neighbour", shared_bytes=_SHARED_BYTES, threads=threads)
+    kernel = Library(cubin).kernel("neighbour", shared_bytes=_SHARED_BYTES, threads=threads)
     kernel.prepare(device)
     return kernel
 
@@ -119,10 +119,11 @@ def held(
     The list that is yielded gets, at the end, the TB/s that were read.
 
     Warm up what the block calls: loading code may wait for the whole device. Raises ValueError for
-    `reads` of another size, AssertionError if the neighbour did not get its SMs or had to leave by
-    itself.
+    a device without a number or `reads` of another size, RuntimeError if the neighbour did not get
+    its SMs or had to leave by itself.
     """
-    assert device.index is not None
+    if device.index is None:
+        raise ValueError(f"device must have an index, got {device}")
     size = 0 if reads is None else reads.numel() * reads.element_size()
     if size % (1 << 20):
         raise ValueError(f"reads must be a multiple of 1 MiB, got {size} bytes")
@@ -137,7 +138,9 @@ def held(
         kernel.launch(sms, stream.cuda_stream, args)
         deadline = begin + 5
         while int(started.min()) == 0:
-            assert time.monotonic() < deadline, "the neighbour did not get its SMs"
+            if time.monotonic() > deadline:
+                words[_STOP] = 1
+                raise RuntimeError(f"the neighbour did not get its {sms} SMs")
     begin = time.monotonic()
     try:
         yield rate
@@ -146,4 +149,7 @@ def held(
         stream.synchronize()
     mebibytes = int(words[_BYTES : _BYTES + sms].sum())
     rate[0] = mebibytes * 2**20 / (time.monotonic() - begin) / 1e12
-    assert int((started == 2).sum()) == 0, "the launch ended only after the neighbour had left"
+    if int((started == 2).sum()):
+        raise RuntimeError(
+            f"the block ran for longer than {limit_seconds:g} s: the neighbour had left by itself"
+        )
