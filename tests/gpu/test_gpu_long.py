@@ -116,6 +116,16 @@ GATE_UP_NOT_AWAITED = without(
     "up_target(t.tokens, up ? 0 : b.p.chunks_up)",
     "0",
 )
+SORT_NOT_AWAITED = without(
+    "many.h",
+    "!wait_for(p.shared, &control->counted, p.sort_chunks, PLAN_TIMEOUT)",
+    "false",
+)
+STAGING_NOT_AWAITED = without(
+    "staging.h",
+    "b.wait(&b.s.drained[warpgroup][slots.slot], slots.phase ^ 1)",
+    "true",
+)
 RELAXED_PUBLICATION = without(
     "memory.h",
     "red.release.gpu",
@@ -123,7 +133,7 @@ RELAXED_PUBLICATION = without(
 )
 NO_FENCE_FOR_COPIES = without("consumer.h", "fence_async_proxy_shared();", ";")
 NO_FENCE_FOR_ROWS = without(
-    "producer.h", "fence_async_proxy();  // the rows were ordinary stores", ""
+    "producer.h", "fence_async_proxy();  // with few tokens the rows were ordinary stores", ""
 )
 NO_FENCE_OF_WRITERS = without("consumer.h", "fence_async_proxy();", ";")
 
@@ -180,6 +190,7 @@ def test_the_stress_finds_nothing_where_nothing_is_planted(
     [
         pytest.param(COUNTER_NOT_RESET, id="counter-not-reset"),
         pytest.param(GATE_UP_NOT_AWAITED, id="gate-up-not-awaited"),
+        pytest.param(SORT_NOT_AWAITED, id="sort-not-awaited"),
     ],
 )
 def test_bugs_that_are_caught(
@@ -200,6 +211,7 @@ LUCK = "the hardware may order what the code does not: caught, if at all, by luc
         pytest.param(NO_FENCE_FOR_COPIES, id="no-fence-for-copies"),
         pytest.param(NO_FENCE_FOR_ROWS, id="no-fence-for-rows"),
         pytest.param(NO_FENCE_OF_WRITERS, id="no-fence-of-writers"),
+        pytest.param(STAGING_NOT_AWAITED, id="staging-not-awaited"),
     ],
 )
 def test_bugs_that_luck_may_catch(
