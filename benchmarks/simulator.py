@@ -4,16 +4,24 @@
     python benchmarks/simulator.py --speed            tasks a second, one core
     python benchmarks/simulator.py --fit --write      fit again, and ship it
 
+After new measurements the last of these is all there is to do: --write ships the costs and writes
+their errors into docs/simulate.md. Without --fit it keeps the costs and states their errors anew,
+such as after a change of the kernel.
+
 Rows come from --results. The costs are fitted to the models of --fitted; all others are held out: a
-fit does not see them, and the errors that are stated are theirs. Only CPU time is used, no GPU.
+fit does not see them, and the errors that are stated are theirs. Rows of --policies, where there is
+such a file, are never fitted to: all policies, on an idle GPU and with SMs held, of the held-out
+models. Only CPU time is used, no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +31,7 @@ import numpy as np
 
 from weave_moe.schedule import POLICY_CODES
 from weave_moe.shapes import LayerShape
-from weave_moe.simulate import Machine, load_machine, make_workload
+from weave_moe.simulate import Machine, calibration, load_machine, make_workload
 from weave_moe.simulate.calibrate import (
     FREE,
     START,
@@ -40,6 +48,10 @@ from weave_moe.simulate.result import run_workload
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "benchmarks/results/h200-experts.jsonl"
+POLICIES = "benchmarks/results/h200-policies.jsonl"
+PAGE = "docs/simulate.md"
+BEGIN, END = "<!-- errors: begin -->", "<!-- errors: end -->"
+"""What stands between them in the page is written by --write."""
 FITTED = "qwen3-30b,mixtral"
 SEED = 1
 """Other routings than the fit's, which could be fitted to their chance."""
@@ -54,6 +66,7 @@ def errors_of(predicted: list[Predicted]) -> dict[str, Any]:
     return {
         "models": sorted({p.cell.model for p in predicted}),
         "tokens": sorted({p.cell.tokens for p in predicted}),
+        "held": sorted({p.cell.held for p in predicted}),
         **summary(predicted),
         "by_policy": {
             policy: summary([p for p in predicted if p.cell.policy == policy])
@@ -73,7 +86,7 @@ def show(title: str, predicted: list[Predicted], *, cells: bool) -> None:
         for p in predicted:
             c = p.cell
             print(
-                f"  {c.model:12} T={c.tokens:<4} skew {c.skew:<4g}{c.policy:16}"
+                f"  {c.model:12} T={c.tokens:<5} skew {c.skew:<4g}held {c.held:<3} {c.policy:16}"
                 f"{c.us:9.1f} us measured {p.us:9.1f} simulated {p.error:+7.1%}"
             )
     found = errors_of(predicted)
@@ -105,8 +118,10 @@ def write(
     args: argparse.Namespace,
     predicted: list[Predicted],
     held_out: list[Predicted],
+    policies: list[Predicted],
 ) -> None:
-    fitted = errors_of(predicted)
+    fitted, shipped = errors_of(predicted), calibration()
+    command = "python benchmarks/simulator.py " + " ".join(args.words)
     measured = [json.loads(line) for line in (ROOT / args.results).read_text().splitlines()]
     document = {
         "gpu": measured[0]["gpu"],
@@ -114,31 +129,169 @@ def write(
         "results_commit": git("log", "-1", "--format=%H", "--", args.results),
         "rows_commit": sorted({r["commit"] for r in measured}),
         "date": time.strftime("%Y-%m-%d"),
-        "command": "python benchmarks/simulator.py --fit --write",
+        "command": command if args.fit else shipped["command"],
         "fitted_to": f"{args.fitted.replace(',', ' and ')} ({fitted['cells']} rows)",
-        "free": {name: list(bounds) for name, bounds in FREE.items()},
+        "free": (
+            {name: list(bounds) for name, bounds in FREE.items()} if args.fit else shipped["free"]
+        ),
         "machine": {
             name: value
             for name, value in asdict(machine).items()
             if name not in ("name", "verified", "source")
         },
         "errors": {
+            "command": command,
             "routings": args.routings,
             "seed": SEED,
             "fitted": fitted,
             "held_out": errors_of(held_out),
+            **({"policies": errors_of(policies)} if policies else {}),
         },
         "rows": "ROWS",
+        "policy_rows": "POLICIES",
+        "measured": "MEASURED",
     }
-    lines = [
-        [p.cell.model, p.cell.tokens, p.cell.skew, p.cell.policy, p.cell.us, round(p.us, 3)]
-        for p in (*predicted, *held_out)
-    ]
-    rows = ",\n    ".join(map(json.dumps, lines))
-    text = json.dumps(document, indent=2).replace('"ROWS"', f"[\n    {rows}\n  ]")
+
+    def lines(rows: list[list[Any]]) -> str:
+        text = ",\n    ".join(map(json.dumps, rows))
+        return f"[\n    {text}\n  ]" if rows else "[]"
+
+    def row(p: Predicted) -> list[Any]:
+        c = p.cell
+        return [c.model, c.tokens, c.skew, c.policy, c.us, round(p.us, 3)]
+
+    tables = {
+        "ROWS": [row(p) for p in (*predicted, *held_out)],
+        "POLICIES": [[*row(p), p.cell.held] for p in policies],
+        "MEASURED": measured_cells(measured),
+    }
+    text = json.dumps(document, indent=2)
+    for name, rows in tables.items():
+        text = text.replace(f'"{name}"', lines(rows))
     path = ROOT / "src/weave_moe/simulate" / CALIBRATION
     path.write_text(text + "\n")
-    print(f"wrote {path.relative_to(ROOT)}")
+    page = ROOT / PAGE
+    before, _, rest = page.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    floors = [
+        abs(r["floor_us"] / r["us"] - 1)
+        for r in measured
+        if r["contestant"].startswith("weave") and "us" in r and r["model"] in models_of(held_out)
+    ]
+    words = errors_for_the_page(predicted, held_out, policies, floors)
+    changed = [c[:12] for c in document["rows_commit"] if kernel_changed_since(c)]
+    if changed:
+        words += (
+            f"\n\nThe rows are of commit {', '.join(changed)}; the kernel has changed since, and "
+            "the simulation is of the kernel as it is now."
+        )
+    block = "\n".join(
+        line if line.startswith("|") else textwrap.fill(line, 120, break_on_hyphens=False)
+        for line in words.split("\n")
+    )
+    page.write_text(f"{before}{BEGIN}\n{block}\n{END}{after}")
+    print(f"wrote {path.relative_to(ROOT)} and {PAGE}")
+
+
+def measured_cells(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """For `weave-moe advise`: what each contestant took, ours by policy and others by name.
+
+    [model, T, skew, experts used, busiest load, {policy: us}, {rival: us}], a cell an entry.
+    """
+    cells: dict[tuple[Any, ...], list[Any]] = {}
+    for row in rows:
+        if "us" in row and row["skew"] is not None:
+            place = [row["model"], row["T"], row["skew"]]
+            cell = cells.setdefault(tuple(place), [*place, row["active"], row["maxload"], {}, {}])
+            family, _, policy = row["contestant"].partition(":")
+            if family == "weave":
+                cell[5][policy or "steal"] = row["us"]
+            else:
+                cell[6][row["contestant"]] = row["us"]
+    return list(cells.values())
+
+
+def kernel_changed_since(commit: str) -> bool:
+    """Whether what decides a launch's time is not what it was at `commit`, as far as git knows."""
+    places = ("src/weave_moe/device", "src/weave_moe/schedule/granularity.py")
+    command = ["git", "diff", "--quiet", commit, "--", *places]
+    return subprocess.run(command, check=False, cwd=ROOT, capture_output=True).returncode == 1
+
+
+def models_of(predicted: list[Predicted]) -> list[str]:
+    """Models, in the order of their rows."""
+    return list(dict.fromkeys(p.cell.model for p in predicted))
+
+
+def errors_for_the_page(
+    predicted: list[Predicted],
+    held_out: list[Predicted],
+    policies: list[Predicted],
+    floors: list[float],
+) -> str:
+    """What docs/simulate.md says of the errors. floors: relative errors of the floor alone."""
+    both = [*predicted, *held_out]
+    fitted, unseen = errors_of(predicted), errors_of(held_out)
+    names = unseen["ranking"]["policies_measured"]
+    tokens = ", ".join(map(str, sorted({p.cell.tokens for p in both})))
+    skews = ", ".join(f"{skew:g}" for skew in sorted({p.cell.skew for p in both}))
+    orders = [(above, ranking(both, above)) for above in (0.05, 0.03, 0.02, 0.01)]
+    held = ranking(held_out)
+    every = ranking(both, above=-1.0).pairs
+
+    def row(name: str, found: dict[str, Any]) -> str:
+        return f"| {name} | {found['cells']} | {found['median']:.1%} | {found['worst']:.1%} |"
+
+    ranked = "; ".join(f"{o.pairs} by more than {above:.0%} ({o.right})" for above, o in orders)
+    return "\n".join(
+        [
+            f"Rows: T = {tokens}; skew (exponent of a Zipf popularity, 0: even) {skews}; policies "
+            f"`{'`, `'.join(names)}`.",
+            "",
+            "| models | rows | median | worst |",
+            "|---|---|---|---|",
+            row(f"{', '.join(models_of(predicted))} (fitted)", fitted),
+            row(f"**{', '.join(models_of(held_out))} (held out)**", unseen),
+            *[row(f"held out, `{name}`", by) for name, by in unseen["by_policy"].items()],
+            "",
+            f"The worst held-out row is {unseen['worst_cell']}. For comparison, the floor alone is "
+            f"off by {statistics.median(floors):.1%} (median) and {max(floors):.1%} (worst) on the "
+            "held-out rows.",
+            "",
+            f"Of {every} pairs of policies so many differ, and so many of these are ranked as "
+            f"measured: {ranked}. Held out, by more than 5%: {held.pairs} ({held.right}).",
+            *policies_for_the_page(policies),
+        ]
+    )
+
+
+def policies_for_the_page(policies: list[Predicted]) -> list[str]:
+    """Errors on all policies, idle and with SMs held, of the held-out models."""
+    if not policies:
+        return []
+    order = ranking(policies)
+    lines = [
+        "",
+        "All policies on an idle GPU, and with SMs held by another kernel, of the held-out models:",
+        "",
+        "| policy | SMs held | rows | median | worst |",
+        "|---|---|---|---|---|",
+    ]
+    kinds = sorted({(p.cell.policy, p.cell.held > 0) for p in policies})
+    for policy, held in kinds:
+        its = [p for p in policies if (p.cell.policy, p.cell.held > 0) == (policy, held)]
+        numbers = ", ".join(map(str, sorted({p.cell.held for p in its})))
+        found = summary(its)
+        lines.append(
+            f"| `{policy}` | {numbers} | {found['cells']} | {found['median']:.1%} | "
+            f"{found['worst']:.1%} |"
+        )
+    lines += [
+        "",
+        f"Of the pairs of policies {order.pairs} differ by more than 5%; {order.right} of these "
+        "are ranked as measured.",
+    ]
+    return lines
 
 
 def speed() -> int:
@@ -164,11 +317,12 @@ def speed() -> int:
     return 0 if slowest < SPEED_BAR_S else 1
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", default=RESULTS)
+    parser.add_argument("--policies", default=POLICIES, help="rows of all policies, if it is there")
     parser.add_argument("--fitted", default=FITTED, help="models that a fit may see")
     parser.add_argument("--fit", action="store_true", help="fit the costs again")
     parser.add_argument("--fit-routings", type=int, default=2, help="launches a cell in the fit")
@@ -176,7 +330,8 @@ def main() -> int:
     parser.add_argument("--routings", type=int, default=4, help="launches a cell in the errors")
     parser.add_argument("--cells", action="store_true", help="print every row")
     parser.add_argument("--speed", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    args.words = sys.argv[1:] if arguments is None else arguments
     if args.speed:
         return speed()
     seen, unseen = split(read_cells(ROOT / args.results), args.fitted)
@@ -192,8 +347,14 @@ def main() -> int:
     held_out = predict(machine, unseen, routings=args.routings, seed=SEED)
     show(f"fitted to: {args.fitted}", predicted, cells=args.cells)
     show("held out", held_out, cells=args.cells)
+    policies = []
+    if (ROOT / args.policies).is_file():
+        others = split(read_cells(ROOT / args.policies), args.fitted)[1]
+        policies = predict(machine, others, routings=1, seed=SEED)
+    if policies:
+        show("held out, all policies and SMs held", policies, cells=args.cells)
     if args.write:
-        write(machine, args, predicted, held_out)
+        write(machine, args, predicted, held_out, policies)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import re
 from collections import Counter
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from native import Builder, needs_cxx
+from weave_moe.backends.cuda import slab_tokens
 from weave_moe.cli import cli
 from weave_moe.schedule import POLICY_CODES, VICTIM_CODES, Dispenser, Knobs
 from weave_moe.shapes import LayerShape
@@ -45,6 +47,7 @@ from weave_moe.simulate.claims import StageClaims
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/h200-experts.jsonl"
+POLICY_RESULTS = ROOT / "benchmarks/results/h200-policies.jsonl"
 QWEN = LayerShape(2048, 768, 128, 8)
 H200 = load_machine("h200")
 SMALL = replace(H200, name="small", sms=6, hbm_tbs=0.2, l2_tbs=0.4)
@@ -155,9 +158,11 @@ def test_time_and_bytes_add_up(launch: dict[str, Any]) -> None:
         assert worker.idle_ns >= -2
         assert worker.first_ns <= worker.last_ns <= makespan + 1
     busy = sum(w.busy_ns for w in result.per_worker[: SMALL.sms - launch["held"]])
-    assert result.busy_share * makespan * (SMALL.sms - launch["held"]) == pytest.approx(
+    experts = result.experts_us * 1e3
+    assert result.busy_share * experts * (SMALL.sms - launch["held"]) == pytest.approx(
         busy, abs=2 * SMALL.sms
     )
+    assert (experts < makespan) == work.kernel.many
     assert 0 <= result.tail_gap_us <= result.makespan_us
     # Each active expert's weights at least once, and no more often than it has groups.
     most = work.weight_bytes * max((g.siblings for g in work.plan.groups), default=1)
@@ -333,6 +338,39 @@ def test_slow_sms_hurt_fixed_lists() -> None:
     assert times["static_strided"] > 1.3 * max(times["counter"], times["steal"])
 
 
+def hot(wide: int, narrow: int) -> Ids:
+    """Ids [64, 2] that give expert 0 `wide` tokens and each of 8 more `narrow`."""
+    return deal_counts([wide, *[narrow] * 8], tokens=64, top_k=2)
+
+
+def test_rows_are_gathered_where_a_group_is_wide_and_only_there() -> None:
+    shape = LayerShape(1024, 512, 9, 2)
+    late = replace(H200, gather_us=100.0)
+
+    def starts(ids: Ids, machine: Machine) -> npt.NDArray[np.int64]:
+        trace = simulate(shape, ids, machine=machine, trace=True).trace
+        assert trace is not None
+        return np.sort(trace["start_ns"][trace["stage"] == 0])
+
+    narrow = hot(32, 8)
+    assert np.array_equal(starts(narrow, H200), starts(narrow, late))
+    wide = hot(33, 8)
+    # The consumers of every SM gather first, so groups that are narrow wait as well.
+    assert starts(wide, late).min() >= 100_000
+    assert starts(wide, H200).min() >= H200.gather_us * 1e3
+    tickets = replace(late, gather_ticket_us=50.0)  # 104 rows: a ticket for each of 26 SMs
+    assert starts(wide, tickets).min() >= 150_000
+
+
+def test_only_narrow_groups_pay_for_rows_read_by_token() -> None:
+    shape = LayerShape(4096, 512, 9, 2)
+    slow = replace(H200, copy_row_ns=2000.0)
+    for ids, paid in ((hot(64, 0), False), (hot(32, 0), True), (hot(64, 8), True)):
+        times = [simulate(shape, ids, machine=m).time_us for m in (H200, slow)]
+        assert (times[1] > 1.5 * times[0]) == paid
+        assert paid or times[0] == times[1]
+
+
 def test_a_window_is_stolen_from_where_lists_are_uneven() -> None:
     ids = routing(256, 128, 8, 1.2)
     result = simulate(QWEN, ids, policy="window", trace=True)
@@ -354,7 +392,10 @@ def cells() -> list[Cell]:
 def stated() -> dict[str, list[Predicted]]:
     """The rows that the calibration's errors were computed from."""
     found = calibration()
-    rows: dict[str, list[Predicted]] = {"fitted": [], "held_out": []}
+    rows: dict[str, list[Predicted]] = {"fitted": [], "held_out": [], "policies": []}
+    for model, tokens, skew, policy, us, simulated, held in found["policy_rows"]:
+        cell = Cell(model, tokens, skew, policy, us, 0, 0, held)
+        rows["policies"].append(Predicted(cell, simulated))
     for model, tokens, skew, policy, us, simulated in found["rows"]:
         kind = "fitted" if model in found["errors"]["fitted"]["models"] else "held_out"
         rows[kind].append(Predicted(Cell(model, tokens, skew, policy, us, 0, 0), simulated))
@@ -372,8 +413,11 @@ def test_the_calibration_is_of_the_committed_rows(
     assert (ROOT / found["results"]).samefile(RESULTS)
     commits = {json.loads(line)["commit"] for line in RESULTS.read_text().splitlines()}
     assert set(found["rows_commit"]) == commits
-    rows = [p.cell for kind in stated.values() for p in kind]
+    rows = [p.cell for kind in ("fitted", "held_out") for p in stated[kind]]
     assert sorted(map(key, rows)) == sorted(map(key, cells))
+    others = read_cells(POLICY_RESULTS) if POLICY_RESULTS.is_file() else []
+    others = [c for c in others if c.model in found["errors"]["held_out"]["models"]]
+    assert sorted(key(p.cell) for p in stated["policies"]) == sorted(map(key, others))
     for kind, models in (
         ("fitted", {"qwen3-30b", "mixtral"}),
         ("held_out", {"qwen3-235b", "deepseek-v3"}),
@@ -382,8 +426,11 @@ def test_the_calibration_is_of_the_committed_rows(
         assert set(found["errors"][kind]["models"]) == models
 
 
-@pytest.mark.parametrize("kind", ["fitted", "held_out"])
+@pytest.mark.parametrize("kind", ["fitted", "held_out", "policies"])
 def test_errors_are_what_the_rows_give(kind: str, stated: dict[str, list[Predicted]]) -> None:
+    assert (kind in calibration()["errors"]) == bool(stated[kind])
+    if not stated[kind]:
+        return  # no such file is committed
     found = calibration()["errors"][kind]
     assert summary(stated[kind]).items() <= found.items()
     for policy, by in found["by_policy"].items():
@@ -403,19 +450,88 @@ def test_the_shipped_code_gives_the_stated_rows(
 ) -> None:
     errors = calibration()["errors"]
     small = [c for c in cells if c.tokens == 1 or (c.tokens == 16 and c.model != "deepseek-v3")]
-    wanted = {key(p.cell): p.us for kind in stated.values() for p in kind}
+    wanted = {key(p.cell): p.us for kind in ("fitted", "held_out") for p in stated[kind]}
     for p in predict(H200, small, routings=errors["routings"], seed=errors["seed"]):
         assert p.us == pytest.approx(wanted[key(p.cell)], rel=5e-3)
 
 
-def test_held_out_rows_on_other_routings(cells: list[Cell]) -> None:
-    held_out = [c for c in cells if c.model in calibration()["errors"]["held_out"]["models"]]
+def test_held_out_rows_on_other_routings(
+    cells: list[Cell], stated: dict[str, list[Predicted]]
+) -> None:
+    models = calibration()["errors"]["held_out"]["models"]
+    held_out = [c for c in cells if c.model in models and c.tokens <= 256]
     found = predict(H200, held_out, routings=1, seed=7)
-    errors = calibration()["errors"]["held_out"]
+    errors = summary([p for p in stated["held_out"] if p.cell.tokens <= 256])
     assert summary(found)["median"] <= errors["median"] + 0.01
     assert summary(found)["worst"] <= errors["worst"] + 0.04
     order = ranking(found)
     assert order.right >= 0.95 * order.pairs
+
+
+def test_a_row_measured_again_replaces_the_old_one(tmp_path: Path) -> None:
+    row = {"model": "mixtral", "T": 1, "skew": 0.0, "active": 2.0, "maxload": 1.0}
+    knobs = {"steal": "half", "min_steal": 1, "victim": "largest"}
+    rows = [
+        row | {"contestant": "weave", "us": 100.0, "commit": "old"},
+        row | {"contestant": "weave:counter", "us": 90.0, "commit": "old"},
+        row | {"contestant": "weave", "us": 80.0, "commit": "new"},
+        row | {"contestant": "vllm", "us": 70.0, "commit": "new"},
+        row | {"contestant": "weave:window", "error": "no result", "commit": "new"},
+        row | {"contestant": "weave:window", "us": 1.0, "knobs": knobs | {"steal": "one"}},
+        row | {"contestant": "weave:window", "us": 50.0, "knobs": knobs, "sms_held": 8},
+        row | {"contestant": "weave:window", "us": 1.0, "skew": None, "trace": "recorded"},
+        row | {"contestant": "weave:window", "us": 1.0, "T": 100_000},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert [(c.policy, c.us, c.held) for c in read_cells(path)] == [
+        ("steal", 80.0, 0),
+        ("counter", 90.0, 0),
+        ("window", 50.0, 8),
+    ]
+
+
+def test_one_command_states_the_errors_of_a_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = importlib.import_module("simulator")
+    common = {"T": 1, "skew": 0.0, "active": 8.0, "maxload": 1.0, "gpu": "a GPU", "commit": "abc"}
+    common["floor_us"] = 15.0
+    rows = [
+        common | {"model": model, "contestant": name, "us": us}
+        for model in ("qwen3-30b", "qwen3-235b")
+        for name, us in (("weave", 30.0), ("weave:static_strided", 31.0), ("other", 40.0))
+    ]
+    held = [
+        common | {"model": "qwen3-235b", "contestant": f"weave:{p}", "us": us, "sms_held": 16}
+        for p, us in (("steal", 90.0), ("static_expert", 1000.0))
+    ]
+    for name, those in (("rows", rows), ("held", held)):
+        text = "".join(json.dumps(row) + "\n" for row in those)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "src/weave_moe/simulate").mkdir(parents=True)
+    page = f"before\n{benchmark.BEGIN}\nold\n{benchmark.END}\nafter\n"
+    (tmp_path / benchmark.PAGE).write_text(page)
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    files = ["--results", "rows.jsonl", "--policies", "held.jsonl"]
+    assert benchmark.main([*files, "--routings", "1", "--write"]) == 0
+    assert "held out" in capsys.readouterr().out
+    written = json.loads((tmp_path / "src/weave_moe/simulate/h200.json").read_text())
+    assert set(written) == set(calibration())
+    assert written["machine"] == calibration()["machine"]
+    assert written["command"] == calibration()["command"]  # of the fit, which was not run
+    assert [len(written[key]) for key in ("rows", "policy_rows", "measured")] == [4, 2, 2]
+    assert written["errors"]["policies"]["held"] == [16]
+    assert written["errors"]["policies"]["ranking"]["right"] == 1
+    text = (tmp_path / benchmark.PAGE).read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| `static_expert` | 16 | 1 |" in text
+    found = written["errors"]["held_out"]
+    assert f"| {found['cells']} | {found['median']:.1%} | {found['worst']:.1%} |" in text
 
 
 def test_drawn_routings_are_like_the_measured_ones() -> None:
@@ -526,8 +642,10 @@ def test_the_command_prints_what_the_api_says() -> None:
 def test_the_table_is_labelled_and_states_its_error() -> None:
     result = invoke("--preset", "qwen3-30b", "--tokens", "16", "--held", "16", "--policy", "steal")
     assert result.exit_code == 0, result.output
-    for text in ("simulated", "steal", "median", "held SMs", "16 of them held", "calibrated"):
+    for text in ("simulated", "steal", "median", "16 of them held", "calibrated"):
         assert text in result.stdout
+    unmeasured = "policies" not in calibration()["errors"]
+    assert ("16 held SMs" in " ".join(result.stdout.split())) == unmeasured
     other = invoke("--preset", "qwen3-30b", "--tokens", "1", "--machine", "h100-sxm")
     assert other.exit_code == 0, other.output
     assert "unverified" in other.stdout
@@ -546,7 +664,7 @@ def test_the_shipped_trace_is_the_default() -> None:
         ("--machine", "b9000"),
         ("--policy", "fair"),
         ("--held", "132"),
-        ("--preset", "qwen3-30b", "--tokens", "8193"),
+        ("--preset", "qwen3-30b", "--tokens", str(slab_tokens(QWEN) + 1)),
         ("--preset", "qwen3-30b", "--routing", "flat"),
     ],
 )

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..backends.cuda import slab_tokens
+from ..schedule import Knobs
 from ..shapes import LayerShape
 from .machine import Machine
 from .result import run_workload
@@ -53,12 +55,17 @@ FREE: Mapping[str, tuple[float, float]] = {
     "launch_us": (1.5, 7.0),
     "latency_us": (0.0, 0.6),
     "gather_us": (0.0, 15.0),
+    "gather_ticket_us": (0.2, 3.0),
+    "sort_us": (4.0, 30.0),
+    "combine_launch_us": (1.0, 10.0),
+    "matrix_tflops": (500.0, 700.0),
     "copy_row_ns": (15.0, 50.0),
     "epilogue_us": (0.2, 2.0),
     "publish_us": (0.2, 2.0),
     "combine_us": (0.5, 4.0),
 }
-"""Costs that a fit may change, and within which bounds. All else is measured apart or given."""
+"""Costs that a fit may change, and within which bounds. All else is measured apart or given. The
+matrix rate is among them because the clock drops under long products."""
 
 START = Machine(
     name="h200",
@@ -83,7 +90,10 @@ CANDIDATES = 400
 
 @dataclass(frozen=True)
 class Cell:
-    """A measured row: experts used and busiest load are means over the cell's routings."""
+    """A measured row: experts used and busiest load are means over the cell's routings.
+
+    held: SMs that another kernel had meanwhile.
+    """
 
     model: str
     tokens: int
@@ -92,32 +102,51 @@ class Cell:
     us: float
     active: float
     busiest: float
+    held: int = 0
 
     @property
-    def place(self) -> tuple[str, int, float]:
-        """What its policies have in common."""
+    def load(self) -> tuple[str, int, float]:
+        """What decides its routings."""
         return self.model, self.tokens, self.skew
+
+    @property
+    def place(self) -> tuple[str, int, float, int]:
+        """What its policies have in common."""
+        return self.model, self.tokens, self.skew, self.held
 
 
 def read_cells(path: str | Path) -> list[Cell]:
-    """The timed rows of this library in a result file: contestants `weave` and `weave:POLICY`."""
-    cells = []
+    """The timed rows of this library in a result file: contestants `weave` and `weave:POLICY`.
+
+    Takes the files of `benchmarks/experts.py` and `benchmarks/policies.py`. Of rows measured again,
+    such as after a change of the kernel, the last one counts. Left out are calls that take several
+    launches, recorded routings, and other knobs than the default ones.
+    """
+    default = Knobs()
+    cells = {}
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         family, _, policy = row["contestant"].partition(":")
-        if family == "weave" and "us" in row and row["model"] in SHAPES:
-            cells.append(
-                Cell(
-                    row["model"],
-                    row["T"],
-                    row["skew"],
-                    policy or "steal",
-                    row["us"],
-                    row["active"],
-                    row["maxload"],
-                )
+        shape = SHAPES.get(row["model"])
+        one_launch = shape is not None and row["T"] <= slab_tokens(shape)
+        knobs = row.get("knobs") or {}
+        plain = row["skew"] is not None and all(
+            value == getattr(default, name) for name, value in knobs.items()
+        )
+        if family == "weave" and "us" in row and one_launch and plain:
+            cell = Cell(
+                row["model"],
+                row["T"],
+                row["skew"],
+                policy or "steal",
+                row["us"],
+                row["active"],
+                row["maxload"],
+                row.get("sms_held", 0),
             )
-    return cells
+            key = (*cell.place, cell.policy)
+            cells[key] = cell
+    return list(cells.values())
 
 
 def _draw(cell: Cell, shape: LayerShape, generator: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -169,8 +198,8 @@ def workloads(cells: Iterable[Cell], routings: int, seed: int = 0) -> Works:
     """The drawn launches of each place."""
     works: Works = {}
     for cell in cells:
-        if cell.place not in works:
-            works[cell.place] = [
+        if cell.load not in works:
+            works[cell.load] = [
                 make_workload(SHAPES[cell.model], ids)
                 for ids in draw_routings(cell, routings, seed)
             ]
@@ -189,7 +218,9 @@ def predict(
     works = works or workloads(cells, routings, seed)
     found = []
     for cell in cells:
-        times = [run_workload(w, machine, cell.policy).time_us for w in works[cell.place]]
+        times = [
+            run_workload(w, machine, cell.policy, held=cell.held).time_us for w in works[cell.load]
+        ]
         found.append(Predicted(cell, statistics.fmean(times)))
     return found
 
@@ -245,7 +276,8 @@ def summary(predicted: Sequence[Predicted]) -> dict[str, Any]:
         "cells": len(errors),
         "median": round(statistics.median(abs(p.error) for p in errors), 4),
         "worst": round(abs(errors[-1].error), 4),
-        "worst_cell": f"{worst.model} T={worst.tokens} skew {worst.skew:g} {worst.policy}",
+        "worst_cell": f"{worst.model} T={worst.tokens} skew {worst.skew:g} {worst.policy}"
+        + (f", {worst.held} SMs held" if worst.held else ""),
     }
 
 
@@ -260,7 +292,7 @@ class Ranking:
 
 def ranking(predicted: Sequence[Predicted], above: float = 0.05) -> Ranking:
     """How many of the pairs that differ by more than `above` the simulation ranks as measured."""
-    places: dict[tuple[str, int, float], list[Predicted]] = {}
+    places: dict[tuple[str, int, float, int], list[Predicted]] = {}
     for p in predicted:
         places.setdefault(p.cell.place, []).append(p)
     pairs = right = 0

@@ -66,19 +66,27 @@ def error_line(
 ) -> str:
     """What is known of the error of a simulation, and what of it was never measured."""
     found = calibration()
-    held_out = found["errors"]["held_out"]
-    measured = held_out["ranking"]["policies_measured"]
+    held_out, others = found["errors"]["held_out"], found["errors"].get("policies")
+    measured = list(held_out["ranking"]["policies_measured"])
     stated = (
         f"on launches of {found['gpu']} that it was not fitted to ({', '.join(held_out['models'])}"
         f"; T {held_out['tokens'][0]} to {held_out['tokens'][-1]}; {', '.join(measured)}): median "
         f"{held_out['median']:.1%}, worst {held_out['worst']:.1%}"
     )
+    most_held = 0
+    if others is not None:
+        measured += others["ranking"]["policies_measured"]
+        most_held = others["held"][-1]
+        stated += (
+            f"; of all policies, with up to {most_held} SMs held: median {others['median']:.1%}, "
+            f"worst {others['worst']:.1%}"
+        )
     outside = [] if machine.verified else [f"machine {machine.name}"]
     if tokens > held_out["tokens"][-1]:
         outside.append(f"{tokens} tokens")
-    others = [p for p in policies if p not in measured and p != "auto"]
-    outside += [", ".join(others)] if others else []
-    outside += ["held SMs"] if held else []
+    unknown = [p for p in policies if p not in measured and p != "auto"]
+    outside += [", ".join(unknown)] if unknown else []
+    outside += [f"{held} held SMs"] if held > most_held else []
     return stated + (f". Not measured, error unknown: {'; '.join(outside)}" if outside else "")
 
 

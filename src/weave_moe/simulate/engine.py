@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..schedule import NONE, Dispenser, Knobs, StageShape, tile_at
-from ..schedule.granularity import KernelPlan
+from ..schedule.granularity import GATHER_WIDTH, KernelPlan
 from .claims import StageClaims
 from .machine import Machine
 from .workload import ELEMENT, Workload
@@ -35,6 +35,8 @@ __all__ = ["Launch", "Worker"]
 GATE_UP, DOWN, COMBINE, OVER = 0, 1, 2, 3
 TASK_RING = 4
 """Tasks that a block holds at once (device/config.h)."""
+GATHER_ROWS = 4
+"""Rows of x that a ticket of the gather stands for (device/consumer.h)."""
 NEVER = float("inf")
 
 
@@ -116,7 +118,7 @@ class Transfer:
     step: float  # time of one in the matrix unit
     size: float  # weights
     intake: float  # bytes through the SM's port, weights and activations
-    copies: float  # time of the copies of x, where rows are copied singly
+    copies: float  # time of the copies of x, where rows are read by token
     left: float  # share of the task that has not been asked for
     cold: bool  # from device memory
     tile: SharedTile | None
@@ -127,7 +129,7 @@ class StageCosts:
     """What the tasks of gate_up or down have in common; sizes in bytes.
 
     steps: ring stages.  tile, last_tile: weights of a chunk, and of the last one.  column:
-    activations of one column.  copy: microseconds of one row, where rows are copied singly.
+    activations of one column.  copy: microseconds of one row, where rows are read by token.
     """
 
     __slots__ = ("chunks", "column", "copy", "last_tile", "parts", "steps", "tile")
@@ -209,12 +211,12 @@ class Launch:
         weight_stage = kernel.tile_m * kernel.tile_k * ELEMENT
         self.port, self.l2 = machine.sm_gbs * 1e3, machine.l2_tbs * 1e6
         self.loading = 0  # transfers that are under way
-        # The consumer holds up to two stages: the one in its product and the one before it.
-        in_flight = max(1, self.ring - 2) * weight_stage
+        # All but the stage that the consumer multiplies.
+        in_flight = max(1, self.ring - 1) * weight_stage
         self.memory = SharedRate(machine.hbm_tbs * 1e6, self.port, machine.latency_us / in_flight)
         self.timed: list[tuple[float, int, Any, Any]] = []
         self.counter = 0
-        self.now = 0.0
+        self.now = self.over = 0.0
         self.read_bytes = 0.0
         self.trace: list[tuple[int, ...]] | None = [] if trace else None
         self.trace_times: list[tuple[float, float, float]] = []
@@ -246,9 +248,21 @@ class Launch:
         self.block_waiting: dict[int, list[Transfer]] = {}
 
         planned = machine.plan_us + machine.plan_slot_ns * work.tokens * work.shape.top_k / 1e3
-        self.gathered = planned + machine.gather_us if kernel.gathered_first else 0.0
+        self.late_plan, self.combined = planned, 0.0
+        # Every consumer takes tickets for rows before its first task, where any group is wide, so
+        # narrow groups wait, too.
+        rounds = -(-(plan.rows // GATHER_ROWS) // running)
+        gather = machine.gather_us + machine.gather_ticket_us * rounds
+        self.gathered = planned + gather if widest > GATHER_WIDTH else 0.0
+        copy = machine.copy_row_ns / 1e3 * kernel.tile_k / 128
+        if kernel.many:
+            # Launches of their own sort and gather before, and combine after; both at the rate of
+            # device memory, where the rows do not stay in L2.
+            moved = (work.slots + work.tokens) * work.shape.hidden * ELEMENT / self.memory.total
+            planned = machine.sort_us + moved
+            self.late_plan, self.gathered, copy = machine.plan_us, 0.0, 0.0
+            self.combined = machine.combine_launch_us + moved
         self.planned = planned
-        copy = 0.0 if kernel.gathered_first else machine.copy_row_ns / 1e3 * kernel.tile_k / 128
         self.stages = (
             StageCosts(work.stages[0], kernel, 2 if work.shape.gated else 1, copy),
             StageCosts(work.stages[1], kernel, 1, 0.0),
@@ -287,7 +301,11 @@ class Launch:
                 continue
             self.now = transfer_end
             self._arrived(memory.finish(transfer_end))
-        return max(w.last for w in self.workers)
+        self.over = max(w.last for w in self.workers)
+        if self.work.kernel.many:
+            self.stage_first[COMBINE] = self.over
+            self.stage_last[COMBINE] = self.over + self.combined
+        return self.over + self.combined
 
     # Loading
 
@@ -331,7 +349,8 @@ class Launch:
         task.step = self.step_time[group] + task.worker.slow
         size = stage.last_tile if tile.chunk == stage.chunks - 1 else stage.tile
         task.intake = size + self.width[group] * stage.column
-        task.copies = stage.copy * groups[group].tokens
+        tokens = groups[group].tokens
+        task.copies = stage.copy * tokens if tokens <= GATHER_WIDTH else 0.0
         task.left = 1.0
         task.cold, task.tile = True, None
         siblings = groups[group].siblings
@@ -576,5 +595,5 @@ class Launch:
         if self.late:
             late = self.workers[self.late.pop(0)]
             late.first = worker.last
-            late.consumer = worker.last + self.planned
+            late.consumer = worker.last + self.late_plan
             self._at(late.consumer, self._advance, late)

@@ -33,7 +33,10 @@ class Machine:
     Costs, in microseconds:
         launch_us: of a launch, before any block plans and after the last has left.
         plan_us, plan_slot_ns: until tasks are known, and that much more for each slot, in ns.
-        gather_us: until rows of x are gathered, where the kernel gathers them first.
+        gather_us, gather_ticket_us: until rows of x are gathered, in a launch with a group that
+            is wide enough for it, and that much more for each of an SM's tickets.
+        sort_us, combine_launch_us: of the launches before and after the experts', for many tokens,
+            besides the rows they move.
         copy_row_ns: of a row of x in a stage of 128 columns, where it copies rows singly, in ns.
         latency_us: of a read from device memory, as far as the loads in flight do not hide it.
         claim_us: of an atomic whose result is waited for (a stage's first ticket).
@@ -60,6 +63,9 @@ class Machine:
     plan_us: float = 2.8
     plan_slot_ns: float = 0.8
     gather_us: float = 5.0
+    gather_ticket_us: float = 1.0
+    sort_us: float = 10.0
+    combine_launch_us: float = 3.0
     copy_row_ns: float = 27.5
     latency_us: float = 0.2
     claim_us: float = 0.5

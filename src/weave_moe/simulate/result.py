@@ -28,7 +28,9 @@ class Simulated:
     makespan_us: from when the blocks run until the last has left.
     floor_us: the least that device memory and the matrix units allow (weights of active experts,
     x and the result once; operations without padding).
-    busy_share: time in tasks, of all SMs over SMs x makespan, 0 to 1; SMs that a neighbour holds
+    experts_us: of the launch with the tasks: the makespan, or for many tokens what is left of it
+    without sorting and combine, which are launches of their own.
+    busy_share: time in tasks, of all SMs over SMs x experts_us, 0 to 1; SMs that a neighbour holds
     do not count.  tail_gap_us: from the first block's departure to the last one's.
     dependency_wait_us: consumers waiting for other tasks' results, all SMs together.
     read_bytes: weights read from device memory.  least_bytes: each active expert's once.
@@ -50,6 +52,7 @@ class Simulated:
     tickets: int
     time_us: float
     makespan_us: float
+    experts_us: float
     floor_us: float
     busy_share: float
     tail_gap_us: float
@@ -116,7 +119,8 @@ def run_workload(
     makespan = launch.run()
     ran = [w for w in launch.workers if w.left]
     on_time = launch.workers[: chosen.sms - held]
-    present = max(1, len(on_time)) * makespan
+    experts = launch.over - (launch.planned if work.kernel.many else 0.0)
+    present = len(on_time) * experts or 1.0
     io = 2 * work.tokens * work.shape.hidden * 2
     floor = max(
         (work.weight_bytes + io) / chosen.hbm_tbs / 1e6, work.flops / chosen.matrix_tflops / 1e6
@@ -152,9 +156,10 @@ def run_workload(
         tickets=sum(w.tickets for w in per_worker),
         time_us=makespan + chosen.launch_us,
         makespan_us=makespan,
+        experts_us=experts,
         floor_us=floor,
         busy_share=sum(w.busy for w in on_time) / present,
-        tail_gap_us=makespan - min(w.last for w in on_time),
+        tail_gap_us=launch.over - min(w.last for w in on_time),
         dependency_wait_us=sum(w.wait for w in ran),
         read_bytes=round(launch.read_bytes),
         least_bytes=work.weight_bytes,

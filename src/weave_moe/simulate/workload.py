@@ -42,7 +42,7 @@ class Workload:
     """One launch of a layer's experts.
 
     slots: valid slots.  stages: gate_up and down.  tasks: of gate_up, down and combine.
-    token_blocks: combine blocks of tokens, `slices` tasks each.
+    token_blocks: combine blocks of tokens, `slices` tasks each; 0 where combine is another launch.
     block_experts: [token_blocks] number of experts that a block waits for.
     expert_blocks: for each expert, the blocks that wait for it.
     block_slots: [token_blocks] valid slots of each.
@@ -121,11 +121,12 @@ def make_workload(shape: LayerShape, topk_ids: Any, shared_bytes: int = 232_448)
     down = StageShape(
         "down", shape.hidden, kernel.chunk_down, shape.intermediate, kernel.parts_down
     )
-    blocks = combine_stage(tokens, kernel.combine_tokens)
+    # Where combine is a launch of its own there are no such tasks.
+    blocks = 0 if kernel.many else combine_stage(tokens, kernel.combine_tokens)
     slices = -(-shape.hidden // kernel.slice)
     block_of = np.broadcast_to(np.arange(tokens)[:, None] // kernel.combine_tokens, ids.shape)
-    pairs = np.unique(ids[valid] * blocks + block_of[valid])
-    expert, block = np.divmod(pairs, blocks)
+    pairs = np.unique(ids[valid] * blocks + block_of[valid]) if blocks else np.zeros(0, np.int64)
+    expert, block = np.divmod(pairs, max(1, blocks))
     bounds = np.searchsorted(expert, np.arange(1, shape.experts))
     return Workload(
         shape,
@@ -138,6 +139,6 @@ def make_workload(shape: LayerShape, topk_ids: Any, shared_bytes: int = 232_448)
         blocks,
         slices,
         np.bincount(block, minlength=blocks),
-        np.bincount(block_of[valid], minlength=blocks),
+        np.bincount(block_of[valid], minlength=blocks) if blocks else np.zeros(0, np.int64),
         tuple(np.split(block, bounds)),
     )
