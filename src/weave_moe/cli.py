@@ -23,6 +23,8 @@ BACKENDS = ("auto", "host", "reference", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
 CACHE_ACTIONS = ("list", "size", "clear")
 PARTS = ("all", "host", "cuda")
+MAPPINGS = ("static_strided", "static_expert")
+SPLITS = ("tensor", "expert")
 
 # Options that several commands have.
 _PRESET = click.option(
@@ -49,6 +51,22 @@ _POLICY = click.option(
     show_default=True,
     metavar="NAMES",
     help="Policies to compare, with commas between, or all.",
+)
+_MACHINE = click.option(
+    "--machine",
+    default="h200",
+    show_default=True,
+    metavar="NAME|FILE.json",
+    help="h200, calibrated; h100-sxm, h100-pcie, h800-sxm, h20, gh200-96gb, by data sheet; or a "
+    "file of a machine's rates and costs.",
+)
+_HELD = click.option(
+    "--held",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="SMs that another kernel holds meanwhile.",
 )
 _SEED = click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 _OUT = click.option(
@@ -303,22 +321,8 @@ def check(backend: str, as_json: bool) -> int:
 @_ROUTING
 @_LAYER
 @_POLICY
-@click.option(
-    "--machine",
-    default="h200",
-    show_default=True,
-    metavar="NAME|FILE.json",
-    help="h200, calibrated; h100-sxm, h100-pcie, h800-sxm, h20, gh200-96gb, by data sheet; or a "
-    "file of a machine's rates and costs.",
-)
-@click.option(
-    "--held",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="SMs that another kernel holds meanwhile.",
-)
+@_MACHINE
+@_HELD
 @_SEED
 @_JSON
 def simulate(**options: Any) -> int:
@@ -336,6 +340,95 @@ def simulate(**options: Any) -> int:
     from .simulate.command import SimulateOptions, simulate_command
 
     return simulate_command(SimulateOptions(**options))
+
+
+@cli.command()
+@_PRESET
+@_CONFIG
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1, max=131072),
+    metavar="N",
+    help="Tokens of a call.  [default: 512; of a trace or text 2048, or all of it]",
+)
+@_ROUTING
+@_LAYER
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1),
+    metavar="P",
+    help="The MoE experts' share of a step's time now, 0 to 1.  [default: 0.5 assumed]",
+)
+@click.option(
+    "--communication",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    metavar="C",
+    help="The share of a step that communication takes, not hidden behind anything.",
+)
+@click.option(
+    "--busy",
+    type=click.FloatRange(0, 1),
+    metavar="B",
+    help="The share of busy SMs in the layer now.  [default: simulated, of the static mapping]",
+)
+@click.option(
+    "--now",
+    "now_us",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="US",
+    help="Microseconds that the layer's experts take now.  [default: as measured, else simulated]",
+)
+@click.option(
+    "--static",
+    type=click.Choice(MAPPINGS),
+    default=MAPPINGS[0],
+    show_default=True,
+    help="The static mapping to compare with.",
+)
+@_MACHINE
+@_HELD
+@click.option(
+    "--gpus",
+    type=click.IntRange(1, 4096),
+    metavar="N",
+    help="GPUs that share each layer.  [default: one has it whole]",
+)
+@click.option(
+    "--split",
+    type=click.Choice(SPLITS),
+    default=SPLITS[0],
+    show_default=True,
+    help="How they share it: each expert cut, or experts dealt out.",
+)
+@click.option(
+    "--memory",
+    "memory_gb",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GB",
+    help="Memory of a GPU.  [default: by its data sheet]",
+)
+@_SEED
+@_JSON
+def advise(**options: Any) -> int:
+    """Say whether this library is worth it for a model and a load, and why; nothing is run.
+
+    The time by policy, simulated; the layer's gain over what was measured on such a load, else over
+    the same kernel with a static mapping; the step's gain; from which skew on it pays; the memory
+    left for KV cache. The verdict is one of: use it, does not matter, fix communication first,
+    already busy, no.
+
+    \b
+    weave-moe advise --preset qwen3-30b --tokens 64 --routing zipf --share 0.4
+    weave-moe advise --config path/to/config.json --tokens 256 --gpus 8 --communication 0.3
+    weave-moe advise --routing trace:mine.npz --now 310 --json
+
+    Exit status: 0, whatever the verdict; 2 for bad input.
+    """
+    from .advise.command import AdviseOptions, advise_command
+
+    return advise_command(AdviseOptions(**options))
 
 
 def main() -> None:
