@@ -219,7 +219,9 @@ def test_even_tasks_are_those_of_an_even_routing(name: str, tokens: int, dtype: 
     assert found["groups"] == groups
     assert found["gate_up"] * plan.chunk_up >= groups * shape.intermediate
     assert found["down"] * plan.chunk_down >= groups * shape.hidden
-    assert found["combine"] * plan.combine_tokens * plan.slice >= tokens * shape.hidden
+    # With many tokens combine is a launch of its own.
+    combined = found["combine"] * plan.combine_tokens * plan.slice
+    assert combined == 0 if plan.many else combined >= tokens * shape.hidden
 
 
 @pytest.mark.usefixtures("host")
@@ -805,7 +807,7 @@ def test_the_layers_reach_every_kind_of_kernel() -> None:
             )
         )
     assert len(configs) <= 3, "each takes seconds to compile"
-    for name in ("tile_m", "tile_k", "local_plan", "gathered_first", "hold_down"):
+    for name in ("tile_m", "tile_k", "many", "gathers", "hold_down"):
         assert len({getattr(plan, name) for plan in plans}) == 2, name
     for name in ("dtype", "clamp", "bias", "packed_up", "packed_down"):
         assert len({getattr(config, name) for config in configs}) == 2, name

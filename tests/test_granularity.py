@@ -12,9 +12,13 @@ from weave_moe.presets import PRESETS, Preset
 from weave_moe.schedule import build_plan, check_width_cap, combine_task, max_groups
 from weave_moe.schedule.granularity import (
     CONTROL_BYTES,
+    FEW_TOKENS,
+    GATHER_WIDTH,
     LOCAL_SLOTS,
+    MANY_WIDTH_CAP,
     MAX_STAGES,
     SHARED_BYTES,
+    STAGING_BYTES,
     WIDTH_CAPS,
     KernelPlan,
     choose_kernel,
@@ -25,11 +29,12 @@ TOKENS = st.one_of(st.integers(1, 8), st.integers(1, 400), st.integers(1, 8192))
 EXPERTS = st.one_of(st.integers(1, 8), st.integers(1, 1024), st.integers(1000, 1024))
 TOP_K = st.integers(1, 16)
 HIDDEN = st.integers(1, 2048).map(lambda n: 8 * n)
+CAPS = [cap for caps in WIDTH_CAPS.values() for cap in caps]
 
 
 def spare(plan: KernelPlan, slots: int, experts: int) -> int:
     """Bytes of shared memory that the plan leaves."""
-    used = local_plan_bytes(slots, experts, plan.width_cap) if plan.local_plan else 0
+    used = STAGING_BYTES if plan.many else local_plan_bytes(slots, experts, plan.width_cap)
     return SHARED_BYTES - CONTROL_BYTES - plan.ring_bytes - used
 
 
@@ -39,11 +44,12 @@ def test_it_fits_a_blocks_shared_memory_with_a_ring_that_streams(
 ) -> None:
     plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=hidden)
     assert spare(plan, tokens * top_k, experts) >= 0
-    assert plan.ring_bytes % 1024 == 0
+    # Both are followed by what TMA writes or reads with a swizzle, or by 16-byte fields.
+    assert plan.ring_bytes % 1024 == STAGING_BYTES % 1024 == 0
     for width in range(8, plan.width_cap + 1, 8):
         stages = plan.stages(width)
         stage = (plan.tile_m + width) * plan.tile_k * 2
-        # One product in flight, one stage being read, one being filled.
+        # One stage is multiplied, one waits, one is being filled.
         assert 3 <= stages <= MAX_STAGES
         assert stages * stage <= plan.ring_bytes
         assert stages == MAX_STAGES or (stages + 1) * stage > plan.ring_bytes
@@ -56,9 +62,19 @@ def test_its_sizes_are_those_that_the_kernel_is_written_for(
     plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=hidden)
     assert plan.tile_m in (64, 128)
     assert plan.tile_k in (64, 128)
-    assert check_width_cap(plan.width_cap) in WIDTH_CAPS
+    assert check_width_cap(plan.width_cap) <= MANY_WIDTH_CAP
+    assert plan.many or plan.width_cap in WIDTH_CAPS[plan.tile_m]
     assert plan.threads == 2 * plan.tile_m + 128
     assert plan.chunk_up * 2 == plan.chunk_down == plan.tile_m
+    assert plan.gathers == (plan.width_cap > GATHER_WIDTH)
+    if plan.many:
+        # Rows come from the gathered copy alone, products have multiples of 16 columns, each of two
+        # warpgroups is followed by a warp that stores, and those can store no part of a sum.
+        assert plan.gathers
+        assert plan.width_cap % 16 == 0
+        assert plan.tile_m == 128
+        assert plan.parts_up == plan.parts_down == 1
+        assert not plan.hold_down
     # Combine tasks read and write 16 bytes a lane, eight elements.
     assert plan.combine_tokens >= 1
     assert plan.slice % 8 == 0
@@ -69,6 +85,8 @@ def test_combine_tasks_cover_every_element_of_every_token_once(
     tokens: int, top_k: int, experts: int, hidden: int
 ) -> None:
     plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=hidden)
+    if plan.many:
+        return  # no tasks: a launch of its own
     slices = -(-hidden // plan.slice)
     blocks = -(-tokens // plan.combine_tokens)
     assert (slices - 1) * plan.slice < hidden <= slices * plan.slice
@@ -80,12 +98,12 @@ def test_combine_tasks_cover_every_element_of_every_token_once(
 @given(TOKENS, TOP_K, EXPERTS)
 def test_a_local_plan_has_room_for_its_scratch(tokens: int, top_k: int, experts: int) -> None:
     plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=2048)
-    if not plan.local_plan:
+    if plan.many:
         return
     # device/experts.cu lays it behind the weights of the deepest ring: sums of up to 16 warps (8
-    # bytes each), two words an expert, and at least one histogram of an even number of words.
+    # bytes each), two words an expert and at least one histogram, all of an even number of words.
     room = plan.ring_bytes - plan.stages(8) * plan.tile_m * plan.tile_k * 2
-    assert room >= 4 * (2 * 16 + 2 * experts + (experts + 1) // 2 * 2)
+    assert room >= 4 * (2 * 16 + 3 * ((experts + 1) // 2 * 2))
 
 
 @given(st.data())
@@ -97,11 +115,11 @@ def test_a_local_plan_has_room_for_any_routing(data: st.DataObject) -> None:
     # Few experts with many slots, many with one, and some that are skipped.
     few = data.draw(st.integers(1, experts), "used experts")
     ids = data.draw(st.lists(st.integers(-1, few - 1), min_size=slots, max_size=slots), "experts")
-    chosen = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=256)
-    plan, rows = build_plan(ids, experts, chosen.width_cap)
-    groups = max_groups(slots, experts, chosen.width_cap)
+    width_cap = data.draw(st.sampled_from(CAPS), "width_cap")
+    plan, rows = build_plan(ids, experts, width_cap)
+    groups = max_groups(slots, experts, width_cap)
     assert len(plan.groups) <= groups
-    room = local_plan_bytes(slots, experts, chosen.width_cap)
+    room = local_plan_bytes(slots, experts, width_cap)
     # A group takes 16 bytes; rows and slots are 16-bit numbers, with all ones for none.
     assert groups * 16 + 4 * (experts + 1) + 2 * (len(rows.row_slot) + slots) <= room
     assert len(rows.row_slot) < 0xFFFF
@@ -113,7 +131,8 @@ def test_numbers_of_a_local_plan_are_below_its_index_type(
 ) -> None:
     plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=2048)
     slots = tokens * top_k
-    if plan.local_plan:
+    if not plan.many:
+        assert tokens <= FEW_TOKENS
         assert slots <= LOCAL_SLOTS
         assert slots + 15 * min(experts, slots) < 0xFFFF
 
@@ -122,12 +141,14 @@ def test_numbers_of_a_local_plan_are_below_its_index_type(
 def test_the_widest_group_is_worth_its_registers(tokens: int, top_k: int, experts: int) -> None:
     plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=2048)
     slots = tokens * top_k
-    mean = slots / min(experts, slots)
+    mean = min(tokens, slots / min(experts, slots))
     # Even routing must not be cut into more groups than it has experts, except at the widest.
-    assert plan.width_cap >= mean or plan.width_cap == max(WIDTH_CAPS)
-    # Nor may a kernel be compiled for widths that no routing of this many slots reaches.
-    smaller = [cap for cap in WIDTH_CAPS if cap < plan.width_cap]
-    assert not smaller or slots > smaller[-1] or mean + 3 * mean**0.5 > smaller[-1]
+    caps = (MANY_WIDTH_CAP,) if plan.many else WIDTH_CAPS[plan.tile_m]
+    assert plan.width_cap >= mean or plan.width_cap == caps[-1]
+    # Nor may a kernel be compiled for widths that no routing of so few tokens reaches: an expert
+    # is chosen once by a token.
+    smaller = [cap for cap in caps if cap < plan.width_cap]
+    assert not smaller or tokens > smaller[-1]
 
 
 def test_few_slots_get_finer_tiles() -> None:
@@ -136,6 +157,21 @@ def test_few_slots_get_finer_tiles() -> None:
 
     assert tile(1) == tile(4) == 64
     assert tile(16) == tile(4096) == 128
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)
+def test_known_models_plan_for_themselves_until_there_are_many_tokens(preset: Preset) -> None:
+    shape = preset.shape()
+
+    def many(tokens: int) -> bool:
+        sizes = {"top_k": shape.top_k, "experts": shape.experts, "hidden": shape.hidden}
+        return choose_kernel(tokens=tokens, **sizes).many
+
+    found = [many(tokens) for tokens in range(1, 4 * FEW_TOKENS)]
+    assert found == sorted(found)
+    assert not found[0]
+    assert not many(64)
+    assert many(FEW_TOKENS + 1)
 
 
 @given(TOKENS, TOP_K, EXPERTS, HIDDEN)
@@ -159,8 +195,8 @@ def test_it_is_a_pure_function_and_prints_its_reasons(
 def test_known_models_get_few_kernels(preset: Preset, shared_bytes: int) -> None:
     shape = preset.shape()
     plans = {
-        (p.tile_m, p.tile_k, p.width_cap, p.local_plan, p.gathered_first)
-        for tokens in range(1, 1025)
+        (p.tile_m, p.tile_k, p.width_cap, p.many)
+        for tokens in (*range(1, 1025), 2048, 4096, 8192, 16_384)
         for p in [
             choose_kernel(
                 tokens=tokens,

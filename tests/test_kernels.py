@@ -14,15 +14,29 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from weave_moe.presets import PRESETS
-from weave_moe.runtime import cache, kernel, nvrtc
-from weave_moe.runtime.kernel import KernelConfig, Launch
+from weave_moe.runtime import buffers, driver, kernel, nvrtc
+from weave_moe.runtime.cache import cached_file
+from weave_moe.runtime.kernel import (
+    COMBINE_WARPS,
+    PIECE,
+    SORT_THREADS,
+    KernelConfig,
+    Launch,
+    sort_bytes,
+)
 from weave_moe.schedule import group_width
-from weave_moe.schedule.granularity import choose_kernel
+from weave_moe.schedule.granularity import (
+    GATHER_WIDTH,
+    SHARED_BYTES,
+    STAGING_BYTES,
+    choose_kernel,
+)
 
 try:
     nvrtc.version()
@@ -30,7 +44,7 @@ except nvrtc.CompileError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 SERIALISED = re.compile(r"C75\d\d|serializ", re.IGNORECASE)
-THREADS_PER_REGISTER_FILE = 65_536
+REGISTER_FILE = 65_536  # registers of an SM
 
 
 def config(
@@ -69,16 +83,26 @@ def representatives() -> dict[str, KernelConfig]:
             if chosen not in found.values():
                 found[f"{model}-{tokens}"] = chosen
     extras = {
-        "fp16": config("qwen3-30b", 256, dtype="float16"),
-        "fp16-wide": config("qwen3-30b", 4096, dtype="float16"),
         "gpt-oss": config(
             "gpt-oss-120b", 256, clamp=True, bias=True, hidden=2880, intermediate=2880
         ),
-        "gelu-odd-sizes": config(
-            "qwen3-30b", 256, activation="gelu", bias=True, hidden=2888, intermediate=176
+        "fp16-gelu-odd-sizes": config(
+            *("qwen3-30b", 256),
+            dtype="float16",
+            activation="gelu",
+            bias=True,
+            hidden=2888,
+            intermediate=176,
         ),
-        "gelu_tanh-odd-sizes-wide": config(
-            "qwen3-30b", 1024, activation="gelu_tanh", hidden=96, intermediate=8
+        # Everything that takes registers, beside the widest products.
+        "fp16-gelu_tanh-odd-sizes-wide": config(
+            *("qwen3-30b", 4096),
+            dtype="float16",
+            activation="gelu_tanh",
+            clamp=True,
+            bias=True,
+            hidden=96,
+            intermediate=8,
         ),
     }
     return found | extras
@@ -89,16 +113,35 @@ CONFIGS = representatives()
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel's code and what the compiler said of it."""
+    """A cubin's code and what the compiler said of it."""
 
     config: KernelConfig
     cubin: Path
     log: str
 
-    def number(self, pattern: str) -> int:
-        found = re.search(pattern, self.log)
-        assert found is not None, f"no {pattern!r} in:\n{self.log}"
-        return int(found[1])
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the kernels that it must have."""
+        if self.config.many:
+            return ("weave_experts", "weave_sort", "weave_combine")
+        return ("weave_experts",)
+
+    def logs(self) -> dict[str, str]:
+        """What ptxas said of each kernel."""
+        parts = re.split(r"Compiling entry function '(\w+)'", self.log)[1:]
+        return dict(zip(parts[::2], parts[1::2], strict=True))
+
+    def number(self, kernel: str, pattern: str) -> int:
+        found = re.findall(pattern, self.logs()[kernel])
+        assert len(found) == 1, f"not one {pattern!r} of {kernel} in:\n{self.log}"
+        return int(found[0])
+
+    def threads(self, kernel: str) -> int:
+        return {
+            "weave_experts": self.config.tile_m // 64 * 128 + 128,
+            "weave_sort": SORT_THREADS,
+            "weave_combine": 32 * COMBINE_WARPS,
+        }[kernel]
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +165,7 @@ def compiled(request: pytest.FixtureRequest, build_directory: Path) -> Compiled:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEAVE_MOE_CACHE", str(build_directory))
-        log = cache.cached_file("log", [request.param], ".txt", build)
+        log = cached_file("log", [request.param], ".txt", build)
     return Compiled(chosen, cubin, log.read_text())
 
 
@@ -137,20 +180,25 @@ def test_the_list_is_short_enough_for_every_run() -> None:
 
 
 def test_nothing_is_spilled_and_no_product_is_serialised(compiled: Compiled) -> None:
-    assert compiled.number(r"(\d+) bytes stack frame") == 0
-    assert compiled.number(r"(\d+) bytes spill stores") == 0
-    assert compiled.number(r"(\d+) bytes spill loads") == 0
+    assert sorted(compiled.logs()) == sorted(compiled.kernels)
+    for name in compiled.kernels:
+        assert compiled.number(name, r"(\d+) bytes stack frame") == 0, name
+        assert compiled.number(name, r"(\d+) bytes spill stores") == 0, name
+        assert compiled.number(name, r"(\d+) bytes spill loads") == 0, name
     assert not SERIALISED.search(compiled.log), compiled.log
     assert "warning" not in compiled.log.lower(), compiled.log
 
 
 def test_a_block_of_it_fits_the_register_file(compiled: Compiled) -> None:
-    threads = compiled.config.tile_m // 64 * 128 + 128
-    registers = compiled.number(r"Used (\d+) registers")
-    # Registers are handed out eight at a time.
-    assert threads * (-(-registers // 8) * 8) <= THREADS_PER_REGISTER_FILE
-    if compiled.config.tile_m == 128:
-        assert registers <= 168
+    for name in compiled.kernels:
+        registers = compiled.number(name, r"Used (\d+) registers")
+        # Registers are handed out eight at a time.
+        assert compiled.threads(name) * (-(-registers // 8) * 8) <= REGISTER_FILE, name
+        if name == "weave_experts" and compiled.config.tile_m == 128:
+            assert registers <= 168
+        if name == "weave_combine":
+            # Its reads hide behind those of other warps: at least four blocks an SM.
+            assert compiled.threads(name) * registers <= REGISTER_FILE // 4
 
 
 def disassembler() -> str:
@@ -165,40 +213,58 @@ def disassembler() -> str:
     return found
 
 
-def machine_code(compiled: Compiled) -> list[str]:
-    """Names of the instructions, with their modifiers, in order."""
-    command = [disassembler(), "-c", str(compiled.cubin)]
+@cache
+def machine_code(cubin: Path) -> dict[str, list[str]]:
+    """Names of each kernel's instructions, with their modifiers, in order."""
+    command = [disassembler(), "-c", str(cubin)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    parts = re.split(r"^\.text\.(\w+):", text, flags=re.MULTILINE)[1:]
     # "  /*0a10*/  @P0 HGMMA.64x8x16.F32.BF16 R24, ..."
-    return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", text, re.MULTILINE)
+    line = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", re.MULTILINE)
+    return {name: line.findall(code) for name, code in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def test_its_machine_code_has_the_products_of_each_width_and_no_local_memory(
     compiled: Compiled,
 ) -> None:
     chosen = compiled.config
-    code = machine_code(compiled)
-    assert len(code) > 1000
+    code = machine_code(compiled.cubin)
+    assert sorted(code) == sorted(compiled.kernels)
+    assert len(code["weave_experts"]) > 1000
+    assert min(map(len, code.values())) > 100
     # One loop of products a width: a stage of tile_k columns is tile_k / 16 of them. More would
     # mean that the compiler made copies of the loop, fewer that a width is missing.
     kind = "F32.BF16" if chosen.dtype == "bfloat16" else "F32"
     widths = {group_width(n) for n in range(1, chosen.width_cap + 1)}
+    if chosen.many:  # groups of an odd number of eights take the next product
+        widths = {-(-width // 16) * 16 for width in widths}
     want = {f"HGMMA.64x{n}x16.{kind}": chosen.tile_k // 16 for n in widths}
-    assert Counter(op for op in code if op.startswith("HGMMA")) == want
-    assert not [op for op in code if op.startswith(("LDL", "STL"))]
+    for name, found in code.items():
+        products = Counter(op for op in found if op.startswith(("HGMMA", "HMMA")))
+        assert products == (want if name == "weave_experts" else {}), name
+        assert not [op for op in found if op.startswith(("LDL", "STL"))], name
 
 
-def test_its_machine_code_loads_as_its_options_say(compiled: Compiled) -> None:
+def test_its_machine_code_loads_and_stores_as_its_options_say(compiled: Compiled) -> None:
     chosen = compiled.config
-    code = Counter(machine_code(compiled))
+    every = {name: Counter(ops) for name, ops in machine_code(compiled.cubin).items()}
+    code = every["weave_experts"]
+
+    def count(*names: str) -> int:
+        return sum(n for op, n in code.items() if op.startswith(names))
+
     loads = {op.split(".")[1] for op in code if op.startswith("UTMALDG")}
     # w13 is a map of 5 dimensions where K is cut into 64s, else of 4; w2 and the rows one less.
     assert ("5D" in loads) == chosen.packed_up
-    assert ("2D" in loads) == (
-        not chosen.packed_down or (chosen.gathered_first and not chosen.packed_up)
-    )
-    copies = sum(n for op, n in code.items() if op.startswith("LDGSTS"))
-    assert (copies > 0) == (not chosen.gathered_first), "rows read by token are copied by 16 bytes"
+    gathers = chosen.many or chosen.width_cap > GATHER_WIDTH
+    assert ("2D" in loads) == (not chosen.packed_down or (gathers and not chosen.packed_up))
+    assert (count("LDGSTS") > 0) == (not chosen.many), "rows read by token are copied by 16 bytes"
+    # Results of many tokens are transposed into shared memory, and stored from there.
+    assert (count("STSM") > 0) == (count("UTMASTG") > 0) == chosen.many
+    stores = {op.split(".")[1] for op in code if op.startswith("UTMASTG")}
+    assert stores == ({"2D"} if chosen.many else set())
+    for name in set(every) - {"weave_experts"}:
+        assert not [op for op in every[name] if op.startswith(("UTMA", "LDGSTS", "STSM"))], name
 
 
 def test_python_has_the_launchs_fields_where_the_kernel_has_them() -> None:
@@ -223,6 +289,113 @@ def test_python_has_the_launchs_fields_where_the_kernel_has_them() -> None:
     moved = source.replace(f"== {Launch.tokens.offset},", f"== {Launch.top_k.offset},")
     with pytest.raises(nvrtc.CompileError, match="tokens"):
         nvrtc.compile_cubin(moved, headers, chosen.options())
+
+
+def layout(chosen: KernelConfig) -> dict[str, int]:
+    """C++ expressions, and what Python takes them for."""
+    columns = chosen.width_cap // 8
+    gathers = chosen.many or chosen.width_cap > GATHER_WIDTH
+    maps = 2 + columns + (columns if gathers else 1) + (8 if chosen.many else 2)
+    found = {
+        "sizeof(Maps)": maps * driver.TENSOR_MAP_BYTES,
+        "sizeof(TensorMap)": driver.TENSOR_MAP_BYTES,
+        "sizeof(Group)": 16,
+        "sizeof(PlanTotals)": 12,
+        "sizeof(PlanIndex)": 2,
+        "sizeof(*((Launch*)0)->chunk_tokens)": 2,
+        "sizeof(*((Launch*)0)->plan.slot_row)": 4,
+        "sizeof(*((Launch*)0)->plan.expert_group)": 4,
+        f"sizeof(Control) <= {buffers._CONTROL}": True,
+        "THREADS": chosen.tile_m // 64 * 128 + 128,
+        "STAGING_BYTES": STAGING_BYTES if chosen.many else 0,
+        "PIECE": PIECE,
+    }
+    if not chosen.many:
+        return found | {"GATHER_WIDTH": GATHER_WIDTH}
+    return found | {
+        "SORT_THREADS": SORT_THREADS,
+        "COMBINE_WARPS": COMBINE_WARPS,
+        "MAX_CHUNKS": buffers.MAX_CHUNKS,
+        "STORE_MAPS": len(buffers._STORE_ROWS),
+        **{f"STORE_ROWS >> {i}": rows for i, rows in enumerate(buffers._STORE_ROWS)},
+        # A box's columns are a warpgroup's elements, one swizzled row; a slot holds any box's rows.
+        "TILE_M / 2 / WARPGROUPS": chosen.tile_m // 4,
+        "TILE_M / WARPGROUPS": chosen.tile_m // 2,
+        "STAGING_SLOT_BYTES / SLOT_TOKENS_UP": 2 * (chosen.tile_m // 4),
+        "STAGING_SLOT_BYTES / SLOT_TOKENS_DOWN": 2 * (chosen.tile_m // 2),
+        "STORE_ROWS <= SLOT_TOKENS_DOWN && STORE_ROWS <= SLOT_TOKENS_UP": True,
+        # Swizzles follow the address: no slot may begin within a pattern's 1,024 bytes.
+        "STAGING_SLOT_BYTES % 1024": 0,
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-1", "qwen3-30b-64", "qwen3-30b-4096"])
+def test_python_has_the_kernels_layout(name: str) -> None:
+    chosen = CONFIGS[name]
+    headers = kernel.device_sources()
+    include = ("staging.h", "many.h") if chosen.many else ("combine.h",)
+
+    def source(expected: dict[str, int]) -> str:
+        lines = [f'static_assert(({e}) == {int(n)}, "{e}");' for e, n in expected.items()]
+        head = [f'#include "{file}"' for file in include]
+        return "\n".join((*head, "using namespace weave;", *lines, ""))
+
+    expected = layout(chosen)
+    assert chosen.many == ("SORT_THREADS" in expected)
+    nvrtc.compile_cubin(source(expected), headers, chosen.options())
+    wrong = source({e: n + 1 for e, n in expected.items()})
+    with pytest.raises(nvrtc.CompileError) as refused:
+        nvrtc.compile_cubin(wrong, headers, chosen.options())
+    for expression in expected:
+        assert expression in str(refused.value), "each is compared"
+
+
+def test_python_has_the_shared_memory_of_the_sort() -> None:
+    headers = kernel.device_sources()
+    # Its members' places are no constants to C++: here they are made to be.
+    found = re.search(r"struct SortMemory \{.*?\n\};", headers["many.h"], re.DOTALL)
+    assert found is not None
+    constant = found[0].replace("WEAVE_FN", "__device__ constexpr")
+    patched = headers | {"many.h": headers["many.h"].replace(found[0], constant)}
+    options = next(c for c in CONFIGS.values() if c.many).options()
+
+    def source(spare: int) -> str:
+        lines = ['#include "many.h"', "using namespace weave;"]
+        for experts, slots in ((1, 1), (7, 16), (8, 640), (127, 33), (128, 1000), (1024, 32_768)):
+            size = sort_bytes(experts, slots) // 4 + spare
+            m, at = f"m{experts}", f"words{experts}"
+            eights = -(-experts // 8)
+            sums = SORT_THREADS // eights * eights * 8  # [stretches][experts rounded up to 8]
+            ends = {
+                "chunks() - {at}": 2 * SORT_THREADS // 32,
+                "total() - {m}.chunks()": buffers.MAX_CHUNKS,
+                "before() - {m}.total()": sums,
+                "count() - {m}.before()": sums,
+                "first_row() - {m}.count()": experts,
+                "expert_row() - {m}.first_row()": experts,
+                "expert_tokens() - {m}.expert_row()": experts,
+                "row() - {m}.expert_tokens()": experts,
+                "at + {size} - {m}.row()": slots,
+            }
+            lines.append(f"__device__ u32 {at}[{size}];")
+            lines.append(f"constexpr SortMemory {m} = {{{at}, {experts}}};")
+            for text, least in ends.items():
+                place = text.format(m=m, at=at, size=size)
+                lines.append(f'static_assert({m}.{place} >= {least}, "{place}");')
+            lines.append(f"static_assert({m}.row() + {slots} == {at} + {size - spare});")
+        return "\n".join((*lines, ""))
+
+    nvrtc.compile_cubin(source(0), patched, options)
+    # One word less than Python says would be outside.
+    with pytest.raises(nvrtc.CompileError, match="static assertion failed"):
+        nvrtc.compile_cubin(source(-1), patched, options)
+
+
+def test_the_sorts_own_words_fit_beside_those_it_is_given(compiled: Compiled) -> None:
+    if compiled.config.many:
+        static = compiled.number("weave_sort", r"(\d+) bytes smem")
+        most = sort_bytes(1024, 1 << 15)
+        assert static + most <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("name", ["LAUNCH_BYTES", "SMEM_BYTES"])

@@ -210,6 +210,10 @@ def test_the_limits_on_groups_and_rows_are_reached() -> None:
     """The limits are no guesses: some routing needs every group, and all but few rows."""
     assert len(plan_groups([1, 1, 17], 8).groups) == 5 == schedule.max_groups(19, 3, 8)
     assert plan_groups([65], 256).rows == 80 == schedule.max_rows(65, 1)
+    # And at the cap of many tokens.
+    loads = [4 * 256 + 1, 1, 1]
+    assert len(plan_groups(loads, 256).groups) == 7 == schedule.max_groups(sum(loads), 3, 256)
+    assert plan_groups([4 * 256 + 65], 256).rows == schedule.max_rows(4 * 256 + 65, 1)
 
 
 @given(

@@ -39,8 +39,9 @@ class KernelChoice:
     """The kernel of a call on a Hopper GPU.
 
     gpu: in words.  refused: why the kernel does not take the call; then there is no plan.
-    launches: a call has, of at most launch_tokens tokens each.  tasks: of one launch, by stage,
-    where every expert has as many tokens as another.
+    launches: a call has, of at most launch_tokens tokens each; with `plan.many` each is three
+    kernels.  tasks: of one launch, by stage, where every expert has as many tokens as another; no
+    combine where that is a kernel of its own.
     """
 
     gpu: str
@@ -58,6 +59,7 @@ class KernelChoice:
         if self.plan is not None:
             found["plan"].update(
                 threads=self.plan.threads,
+                gathers=self.plan.gathers,
                 stages={str(width): self.plan.stages(width) for width in (8, self.plan.width_cap)},
             )
         return found
@@ -168,9 +170,10 @@ def _even_tasks(shape: LayerShape, plan: KernelPlan, tokens: int) -> dict[str, i
     each, more = divmod(tokens * shape.top_k, shape.experts)
     loads = [each + (expert < more) for expert in range(shape.experts)]
     groups = len(plan_groups(loads, plan.width_cap).groups)
+    combine = -(-tokens // plan.combine_tokens) * -(-shape.hidden // plan.slice)
     return {
         "groups": groups,
         "gate_up": groups * -(-shape.intermediate // plan.chunk_up) * plan.parts_up,
         "down": groups * -(-shape.hidden // plan.chunk_down) * plan.parts_down,
-        "combine": -(-tokens // plan.combine_tokens) * -(-shape.hidden // plan.slice),
+        "combine": 0 if plan.many else combine,
     }
