@@ -266,6 +266,28 @@ def test_what_is_asked_for_by_name_is_left_alone(
     assert "biases are float32" in on_cpu.ours.problem_of(method, config_of(on_cpu))
 
 
+def test_a_layer_with_another_method_is_named_too(on_cpu: SimpleNamespace) -> None:
+    """Quantised weights: SGLang's class for them is not the one that is hooked."""
+
+    class Fp8MoEMethod:
+        pass
+
+    def construct(layer: Any, method: Any) -> None:
+        layer.quant_method, layer.moe_runner_config = method, config_of(on_cpu, layer_id=7)
+
+    ours: Any = layer_of(on_cpu, experts_case(5, 64, 32))
+    with lines_of("sglang.weave_moe") as said:
+        on_cpu.ours._around_layer(construct, nn.Module(), ours.quant_method)
+        assert said == []
+        on_cpu.ours._around_layer(construct, SimpleNamespace(), method=Fp8MoEMethod())
+    reason = "SGLang runs it by Fp8MoEMethod, which the plugin leaves alone"
+    assert said == [f"weave-moe: layer 7: not used, {reason}"]
+    layers = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
+    assert hasattr(layers, "FusedMoE")
+    assert on_cpu.ours.LAYER in on_cpu.hooks.HookRegistry._patched
+    assert on_cpu.ours.HOOKED in on_cpu.hooks.HookRegistry._patched
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_no_layer_is_taken(
     sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch

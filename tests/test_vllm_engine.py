@@ -66,6 +66,9 @@ def generate(path: Path, mode: str, variable: str, processes: str) -> tuple[list
         "VLLM_ENABLE_V1_MULTIPROCESSING": processes,
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # On CPUs the experts are part of the graph, and a stored one may be the other run's.
+        "VLLM_DISABLE_COMPILE_CACHE": "1",
+        "VLLM_USE_AOT_COMPILE": "0",
     }
     script = path / "run.py"
     script.write_text(RUN, encoding="utf-8")

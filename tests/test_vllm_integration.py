@@ -330,6 +330,35 @@ def test_a_refused_layer_keeps_vllm_s_experts_and_the_log_says_why(
     assert said == [f"weave-moe: model.layers.0.experts: not used, {found}"]
 
 
+def test_a_layer_with_another_method_is_named_too(installed: SimpleNamespace) -> None:
+    """Quantised weights: vLLM's class for them is not ours to replace."""
+
+    class Fp8MoEMethod:
+        pass
+
+    class Layer:
+        def __init__(self, method: Any) -> None:
+            self.layer_name, self.quant_method = "model.layers.7.mlp.experts", method
+
+    Layer.__init__ = installed.ours.announcing(Layer.__init__)  # type: ignore[method-assign]
+    with lines_of("vllm.weave_moe") as said:
+        Layer(layer_of(installed, experts_case(5, 64, 32)).quant_method)
+        said.clear()
+        Layer(Fp8MoEMethod())
+    assert said == [
+        "weave-moe: model.layers.7.mlp.experts: not used, vLLM runs it by Fp8MoEMethod, which the "
+        "plugin leaves alone"
+    ]
+    # vLLM's own class has been given that __init__, once.
+    moe = "vllm.model_executor.layers.fused_moe"
+    try:
+        kind = importlib.import_module(f"{moe}.routed_experts").RoutedExperts
+    except ImportError:
+        kind = importlib.import_module(f"{moe}.layer").FusedMoE
+    assert kind.__init__.__wrapped__.__qualname__ == f"{kind.__name__}.__init__"
+    assert not hasattr(kind.__init__.__wrapped__, "__wrapped__")
+
+
 def test_what_it_declares_is_what_the_backend_takes(
     vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,6 +213,14 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase, nn.Module):
         return self.runner.run(dispatch_output, weights)
 
 
+class FusedMoE(nn.Module):
+    """layers/moe/fused_moe_triton/layer.py"""
+
+    def __init__(self, quant_method: Any, moe_runner_config: Any) -> None:
+        super().__init__()
+        self.quant_method, self.moe_runner_config = quant_method, moe_runner_config
+
+
 class HookType(Enum):
     AROUND = "around"
 
@@ -257,6 +265,7 @@ def modules() -> dict[str, ModuleType]:
             f"{moe}.moe_runner": pick("MoeRunner", "MoeRunnerConfig", "register_moe_runner_core"),
             f"{moe}.moe_runner.base": pick("DispatchMoeRunnerCore", "MoeRunnerConfig"),
             f"{moe}.moe_runner.triton": pick("TritonMoeQuantInfo"),
+            f"{moe}.fused_moe_triton.layer": pick("FusedMoE"),
             f"{moe}.token_dispatcher.standard": pick(
                 "StandardCombineInput", "StandardDispatchOutput"
             ),

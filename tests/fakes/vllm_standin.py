@@ -375,6 +375,14 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase, CustomOp):
         return result
 
 
+class RoutedExperts(nn.Module):
+    """layers/fused_moe/routed_experts.py; before 0.24 FusedMoE of layers/fused_moe/layer.py."""
+
+    def __init__(self, layer_name: str, quant_method: Any) -> None:
+        super().__init__()
+        self.layer_name, self.quant_method = layer_name, quant_method
+
+
 def modules() -> dict[str, ModuleType]:
     """The modules that the plugin and its tests import, by name."""
     registry.clear()
@@ -406,6 +414,7 @@ def modules() -> dict[str, ModuleType]:
                 "FusedMoEKernel",
             ),
             f"{moe}.oracle.unquantized": pick("UnquantizedMoeBackend"),
+            f"{moe}.routed_experts": pick("RoutedExperts"),
             f"{moe}.topk_weight_and_reduce": pick("TopKWeightAndReduceNoOP"),
             f"{moe}.unquantized_fused_moe_method": pick("UnquantizedFusedMoEMethod"),
         }

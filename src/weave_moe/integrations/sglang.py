@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .._version import __version__
-from .switch import Verdict, asked_for, report_text
+from .switch import Verdict, asked_for, other_method, report_text
 
 __all__ = ["VARIABLE", "main", "register", "report"]
 
@@ -73,9 +73,7 @@ def report(model: nn.Module) -> str:
         if not isinstance(method, FusedMoEMethodBase):
             continue
         known: Verdict | None = getattr(method, "weave_verdict", None)
-        if known is None:
-            detail = f"SGLang runs it by {type(method).__name__}, which the plugin leaves alone"
-            known = Verdict(path, False, detail)
+        known = known or other_method("SGLang", path, method)
         found.append(Verdict(path, known.used, known.detail))
     return report_text(found)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..layer import fused_experts
 from ..shapes import DTYPES, Activation, LayerShape, dtype_name
-from .switch import BACKENDS, Verdict, fit_problem, make_kernels
+from .switch import BACKENDS, Verdict, fit_problem, make_kernels, other_method
 
 __all__ = ["NAME", "WeaveRunnerCore", "device_problem", "install", "problem_of"]
 
@@ -36,6 +36,8 @@ NAME: Final = "weave"
 
 HOOKED: Final = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.create_moe_runner"
 """What the hook goes around. SGLang makes its runner there, and takes no registered name."""
+
+LAYER: Final = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__"
 
 _log = logging.getLogger("sglang.weave_moe")
 _LARGEST_CALL: Final = 8192
@@ -240,6 +242,18 @@ def _around_create(original: Any, method: Any, layer: Any, moe_runner_config: An
     _log.info("weave-moe: %s", verdict)
 
 
+def _around_layer(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang's FusedMoE.__init__, and a line in the log for a layer whose method is another.
+
+    Layers with quantised weights never reach `_around_create`, so nothing else would name them.
+    """
+    original(layer, *args, **kwargs)
+    method = getattr(layer, "quant_method", None)
+    if method is not None and not hasattr(method, "weave_verdict"):
+        name = f"layer {layer.moe_runner_config.layer_id}"
+        _log.info("weave-moe: %s", other_method("SGLang", name, method))
+
+
 _installed = False
 
 
@@ -252,6 +266,7 @@ def install() -> str | None:
         return "this SGLang's UnquantizedFusedMoEMethod has no create_moe_runner"
     register_moe_runner_core(NAME, WeaveRunnerCore)
     HookRegistry.register(HOOKED, _around_create, HookType.AROUND)
+    HookRegistry.register(LAYER, _around_layer, HookType.AROUND)
     _add_choice()
     _installed = True
     return None

@@ -12,7 +12,16 @@ import torch
 from ..shapes import Activation, LayerShape
 from .fit import backend_problem
 
-__all__ = ["Verdict", "asked_for", "device_here", "fit_problem", "make_kernels", "report_text"]
+__all__ = [
+    "BACKENDS",
+    "Verdict",
+    "asked_for",
+    "device_here",
+    "fit_problem",
+    "make_kernels",
+    "other_method",
+    "report_text",
+]
 
 BACKENDS = {"cuda": "cuda", "cpu": "host"}
 """The fast backend of a device's type."""
@@ -32,6 +41,12 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"{self.name}: {'used' if self.used else 'not used'}, {self.detail}"
+
+
+def other_method(engine: str, name: str, method: object) -> Verdict:
+    """The verdict on a layer that the engine runs by a class that the plugin never touches."""
+    kind = type(method).__name__
+    return Verdict(name, False, f"{engine} runs it by {kind}, which the plugin leaves alone")
 
 
 def report_text(verdicts: list[Verdict]) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .._version import __version__
-from .switch import Verdict, asked_for, report_text
+from .switch import Verdict, asked_for, other_method, report_text
 
 __all__ = ["VARIABLE", "main", "register", "report"]
 
@@ -79,10 +79,7 @@ def report(model: nn.Module) -> str:
             continue
         name = getattr(module, "layer_name", path)
         known: Verdict | None = getattr(method, "weave_verdict", None)
-        if known is None:
-            kind = type(method).__name__
-            known = Verdict(name, False, f"vLLM runs it by {kind}, which the plugin leaves alone")
-        found[id(method)] = known
+        found[id(method)] = known or other_method("vLLM", name, method)
     return report_text(list(found.values()))
 
 

@@ -10,6 +10,7 @@ vLLM's.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from vllm.platforms import current_platform
 from ..layer import fused_experts
 from ..ops import OPERATOR_OUT
 from ..shapes import DTYPES, Activation, LayerShape, dtype_name
-from .switch import BACKENDS, Verdict, fit_problem, make_kernels
+from .switch import BACKENDS, Verdict, fit_problem, make_kernels, other_method
 
 __all__ = ["WeaveExperts", "WeaveMoEMethod", "device_problem", "install", "problem_of"]
 
@@ -345,11 +346,47 @@ class WeaveMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
             _log.info("weave-moe: %s", verdict)
 
 
+def announcing(construct: Any) -> Any:
+    """A layer's `__init__` that also logs the layers whose method is none of ours.
+
+    Layers with quantised weights never reach `WeaveMoEMethod`, so nothing else would name them.
+    """
+
+    @functools.wraps(construct)
+    def announced(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        method = getattr(self, "quant_method", None)
+        on = op_registry_oot.get(REPLACED) is WeaveMoEMethod
+        if on and method is not None and not isinstance(method, UnquantizedFusedMoEMethod):
+            name = str(getattr(self, "layer_name", "a layer"))
+            _log.info("weave-moe: %s", other_method("vLLM", name, method))
+
+    return announced
+
+
+def _announce_others() -> None:
+    # The class that holds a layer's experts: the former since 0.21 or so, the latter before.
+    for module, name in (("routed_experts", "RoutedExperts"), ("layer", "FusedMoE")):
+        try:
+            found = importlib.import_module(f"vllm.model_executor.layers.fused_moe.{module}")
+        except ImportError:
+            continue
+        kind: Any = getattr(found, name, None)
+        if isinstance(kind, type):
+            construct = vars(kind)["__init__"]
+            setattr(kind, "__init__", announcing(construct))  # noqa: B010
+            return
+
+
+_announces = False
+
+
 def install() -> str | None:
     """Makes vLLM build `WeaveMoEMethod`s in this process; why not, if another has taken the place.
 
     A second call changes nothing.
     """
+    global _announces
     found = op_registry_oot.get(REPLACED)
     if found is WeaveMoEMethod:
         return None
@@ -358,4 +395,7 @@ def install() -> str | None:
     CustomOp.register_oot(WeaveMoEMethod, name=REPLACED)
     # The registry has renamed it; `custom_ops` of vLLM's configuration shall still find it.
     WeaveMoEMethod.name = UnquantizedFusedMoEMethod.name
+    if not _announces:
+        _announces = True
+        _announce_others()
     return None
