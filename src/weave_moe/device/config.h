@@ -21,6 +21,7 @@ constexpr bool PACKED_UP = WEAVE_PACKED_UP;     // hidden % 64 == 0: a stage of 
 constexpr bool PACKED_DOWN = WEAVE_PACKED_DOWN; // intermediate % 64 == 0: the same for w2 and the activations
 constexpr bool BIAS = WEAVE_BIAS;
 constexpr bool SPLIT_K = WEAVE_SPLIT_K;         // a stage may have several K ranges a tile
+static_assert(!(MANY && SPLIT_K), "a part that does not finish its tile stages nothing");
 
 constexpr int K_BLOCKS = TILE_K / 64;           // 128-byte swizzle rows hold 64 columns
 constexpr int WARPGROUPS = TILE_M / 64;         // consumers: each takes 64 of a tile's rows

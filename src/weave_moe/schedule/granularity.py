@@ -162,7 +162,7 @@ def choose_kernel(
         )
     # Few tokens: as many combine tasks as there is work for the SMs. A task's eight warps take
     # 2,048 elements of a token at once.
-    combine_tokens = 1 if tokens <= 128 else 2 if tokens <= 512 else 8
+    combine_tokens = 1 if tokens <= 128 else 2
     step = tile_m // 64 * 4 * 256
     piece = step if tokens <= 64 else -(-hidden // step) * step
     return KernelPlan(

@@ -162,11 +162,12 @@ def _print_call(call: _Call, machine: Machine) -> None:
     lines("", str(kernel.plan))
     tasks = kernel.tasks
     total = tasks["gate_up"] + tasks["down"] + tasks["combine"]
+    many = kernel.plan.many
+    combine = "combine in its own launch" if many else f"{tasks['combine']:,} combine"
     line(
         "",
         f"tasks with even routing: {tasks['gate_up']:,} gate_up and {tasks['down']:,} down tiles "
-        f"of {tasks['groups']:,} groups, {tasks['combine']:,} combine; "
-        f"{total / kernel.multiprocessors:.1f} an SM",
+        f"of {tasks['groups']:,} groups, {combine}; {total / kernel.multiprocessors:.1f} an SM",
     )
     if kernel.launches > 1:
         line("", f"{kernel.launches} launches of at most {kernel.launch_tokens:,} tokens")
