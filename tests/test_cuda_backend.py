@@ -6,6 +6,7 @@ Launches are recorded in place of being run, with CPU tensors for device memory.
 from __future__ import annotations
 
 import ctypes
+import math
 import types
 import weakref
 from collections.abc import Iterator
@@ -58,9 +59,6 @@ class TestUnavailable:
         ("case", "reason"),
         [
             (bf16_case(dtype=torch.float32), "float32; the kernel takes bfloat16 and float16"),
-            (bf16_case(activation="relu2"), "'relu2' is not gated"),
-            (bf16_case(interleaved=True), "interleaved"),
-            (bf16_case(weight_on_input=True), "weight_on_input"),
             (bf16_case(hidden=60), "hidden is 60"),
             (bf16_case(intermediate=36), "intermediate is 36"),
             (bf16_case(hidden=8, intermediate=8, experts=1025), "1025 experts; at most 1,024"),
@@ -549,6 +547,40 @@ def test_rows_that_do_not_start_at_16_bytes(recorder: Recorder, name: str) -> No
         assert p.out % 16 == 0
 
 
+def box_of(
+    flat: Tensor, found: tuple[Any, ...], block: int, tile_k: int, columns: int
+) -> list[list[int | None]]:
+    """The rows of a tile that a map's boxes hold, in order, `tile_k` columns from the first: what
+    the hardware does with dims, strides and box; None where it fills in zeros."""
+    _, _, dims, strides, box, _ = found
+    steps = (1, *strides)
+    packed = columns % 64 == 0
+    depth = 2 if packed else None  # the dimension of blocks of 64 columns
+
+    def element(at: list[int]) -> int | None:
+        if any(i >= d for i, d in zip(at, dims, strict=True)):
+            return None
+        return int(flat[sum(i * s for i, s in zip(at, steps, strict=True))])
+
+    outer = [i for i in range(1, len(dims)) if i != depth]
+    rows = []
+    # Rows run through the dimensions but the columns', the first of them fastest.
+    for number in range(math.prod(box[i] for i in outer)):
+        index, left = [0] * len(dims), number
+        for i in outer:
+            index[i], left = left % box[i], left // box[i]
+        index[-1] += block
+        row = []
+        for column in range(tile_k):
+            at = list(index)
+            at[0] = column % 64 if packed else column
+            if depth is not None:
+                at[depth] = column // 64
+            row.append(element(at))
+        rows.append(row)
+    return rows
+
+
 class TestMaps:
     """Tensor maps are made once for a place, and again when anything of it changes."""
 
@@ -585,6 +617,47 @@ class TestMaps:
             x=one.x.to(torch.float16),
         )
         assert weights_of_maps(one) != weights_of_maps(half)
+
+    @pytest.mark.parametrize("hidden", [192, 72])
+    @pytest.mark.parametrize("kind", ["gated", "interleaved", "plain"])
+    @pytest.mark.parametrize("tokens", [1, 40, FEW_TOKENS + 1])
+    def test_a_box_holds_the_rows_of_its_tile(
+        self, recorder: Recorder, kind: str, hidden: int, tokens: int
+    ) -> None:
+        inter, experts = 88, 3
+        case = bf16_case(
+            tokens,
+            hidden=hidden,
+            intermediate=inter,
+            experts=experts,
+            top_k=2,
+            activation="relu2" if kind == "plain" else "silu",
+            interleaved=kind == "interleaved",
+        )
+        w13 = torch.arange(case.w13.numel()).view(case.w13.shape)  # each element is its own number
+        (launch,) = recorder.run(case)
+        p, tile_m, tile_k = launch.p, launch.config.tile_m, launch.config.tile_k
+        w13_map = next(m for m in recorder.maps if m[0] == case.w13.data_ptr())
+        elements = tile_m if kind == "plain" else tile_m // 2
+        assert p.chunks_up == -(-inter // elements)
+        for expert in range(experts):
+            for chunk in range(p.chunks_up):
+                block = expert * p.up_blocks + chunk * elements // 8
+                got = box_of(w13.flatten(), w13_map, block, tile_k, hidden)
+                for row, held in enumerate(got):
+                    half, element = 0, row
+                    if kind != "plain":
+                        half, element = row // 8 % 2, row // 16 * 8 + row % 8
+                    element += chunk * elements
+                    if element >= inter:
+                        continue  # a neighbour's rows, or none: dropped
+                    at = {
+                        "plain": element,
+                        "gated": element + half * inter,
+                        "interleaved": 2 * element + half,
+                    }[kind]
+                    want = w13[expert, at, :tile_k].tolist()
+                    assert held == want + [None] * (tile_k - len(want))
 
     def test_rows_in_buffers_that_grew_get_their_own(self, recorder: Recorder) -> None:
         small, large = bf16_case(3), bf16_case(500)
@@ -727,10 +800,11 @@ class TestCaptures:
             ({}, {"tokens": 1.5}, TypeError, "^tokens must be an int, got float"),
             ({}, {"shape": "qwen3-30b"}, TypeError, "^shape must be a LayerShape, got str"),
             ({}, {"activation": "swish"}, ValueError, "^activation must be one of .*'swish'"),
-            ({}, {"activation": "relu2"}, ValueError, "^activation must be gated, .*relu2"),
+            ({}, {"activation": "relu2"}, ValueError, "^activation must have a gate, .*relu2"),
+            ({}, {"weight_on_input": 1}, TypeError, "^weight_on_input must be True or False"),
             ({"dtype": "float32"}, {}, ValueError, "^shape must be .*float32"),
             ({"hidden": 60}, {}, ValueError, "^shape must be .*hidden is 60"),
-            ({"gated": False}, {}, ValueError, "^shape must be .*not gated"),
+            ({"gated": False}, {}, ValueError, "^activation must have no gate, .*silu"),
         ],
     )
     def test_warmup_names_what_it_does_not_take(

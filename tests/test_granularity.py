@@ -65,7 +65,7 @@ def test_its_sizes_are_those_that_the_kernel_is_written_for(
     assert check_width_cap(plan.width_cap) <= MANY_WIDTH_CAP
     assert plan.many or plan.width_cap in WIDTH_CAPS[plan.tile_m]
     assert plan.threads == 2 * plan.tile_m + 128
-    assert plan.chunk_up * 2 == plan.chunk_down == plan.tile_m
+    assert plan.chunk_up() * 2 == plan.chunk_up(gated=False) == plan.chunk_down == plan.tile_m
     assert plan.gathers == (plan.width_cap > GATHER_WIDTH)
     if plan.many:
         # Rows come from the gathered copy alone, products have multiples of 16 columns, each of two

@@ -55,6 +55,7 @@ def config(
     activation: str = "silu",
     clamp: bool = False,
     bias: bool = False,
+    scale_x: bool = False,
     hidden: int = 2048,
     intermediate: int = 768,
 ) -> KernelConfig:
@@ -69,6 +70,7 @@ def config(
         activation=activation,
         clamp=clamp,
         bias=bias,
+        scale_x=scale_x,
         hidden=hidden,
         intermediate=intermediate,
     )
@@ -104,6 +106,14 @@ def representatives() -> dict[str, KernelConfig]:
             hidden=96,
             intermediate=8,
         ),
+    }
+    extras |= {
+        "relu2": config("nemotron-3-nano", 64, activation="relu2", hidden=2688, intermediate=1856),
+        "relu2-odd-sizes-wide": config(
+            "nemotron-3-nano", 8192, activation="relu2", bias=True, hidden=200, intermediate=88
+        ),
+        "weight-on-input": config("llama-4-scout", 40, scale_x=True),
+        "weight-on-input-many": config("qwen3-30b", 512, scale_x=True),
     }
     return found | extras
 
@@ -170,7 +180,7 @@ def compiled(request: pytest.FixtureRequest, build_directory: Path) -> Compiled:
 
 
 def test_the_list_is_short_enough_for_every_run() -> None:
-    assert 10 <= len(CONFIGS) <= 15
+    assert 10 <= len(CONFIGS) <= 18
     options = [tuple(c.options()) for c in CONFIGS.values()]
     assert len(set(options)) == len(options)
     # And it has both sides of every option.
@@ -254,11 +264,14 @@ def test_its_machine_code_loads_and_stores_as_its_options_say(compiled: Compiled
         return sum(n for op, n in code.items() if op.startswith(names))
 
     loads = {op.split(".")[1] for op in code if op.startswith("UTMALDG")}
-    # w13 is a map of 5 dimensions where K is cut into 64s, else of 4; w2 and the rows one less.
-    assert ("5D" in loads) == chosen.packed_up
-    gathers = chosen.many or chosen.width_cap > GATHER_WIDTH
+    # Gated w13 is a map of 5 dimensions where K is cut into 64s, else of 4; w2, plain w13 and the
+    # rows one less.
+    assert ("5D" in loads) == (chosen.packed_up and chosen.activation != "relu2")
+    gathers = chosen.many or chosen.scale_x or chosen.width_cap > GATHER_WIDTH
     assert ("2D" in loads) == (not chosen.packed_down or (gathers and not chosen.packed_up))
-    assert (count("LDGSTS") > 0) == (not chosen.many), "rows read by token are copied by 16 bytes"
+    if not chosen.scale_x:
+        # Rows read by token are copied by 16 bytes.
+        assert (count("LDGSTS") > 0) == (not chosen.many)
     # Results of many tokens are transposed into shared memory, and stored from there.
     assert (count("STSM") > 0) == (count("UTMASTG") > 0) == chosen.many
     stores = {op.split(".")[1] for op in code if op.startswith("UTMASTG")}

@@ -127,10 +127,10 @@ def weights_of(s: LayerShape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Te
             return value.to(s.torch_dtype)
 
         _weights[key] = (
-            noise(s.experts, 2 * s.intermediate, s.hidden, scale=s.hidden**-0.5),
+            noise(s.experts, s.w13_rows, s.hidden, scale=s.hidden**-0.5),
             # Twice the size, because silu(gate) * up has a root mean square near 1/2.
             noise(s.experts, s.hidden, s.intermediate, scale=2 * s.intermediate**-0.5),
-            noise(s.experts, 2 * s.intermediate),
+            noise(s.experts, s.w13_rows),
             noise(s.experts, s.hidden),
         )
     return _weights[key]
@@ -296,8 +296,10 @@ def configs(
     *,
     activation: str | Activation = "silu",
     biases: bool = False,
+    weight_on_input: bool = False,
+    interleaved: bool = False,
 ) -> set[KernelConfig]:
-    """The kernels that calls of these sizes get."""
+    """The kernels that calls of these sizes get; interleaved rows have none of their own."""
     act = Activation.parse(activation)
     return {
         KernelConfig.of(
@@ -306,6 +308,7 @@ def configs(
             activation=act.kind,
             clamp=act.limit is not None,
             bias=biases,
+            scale_x=weight_on_input,
             hidden=s.hidden,
             intermediate=s.intermediate,
         )

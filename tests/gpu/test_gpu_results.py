@@ -244,6 +244,87 @@ def test_activations_and_biases(name: str, tokens: int) -> None:
             check(case.with_(x=x, **{other: None}))
 
 
+def interleave(rows: Tensor) -> Tensor:
+    """Gate rows, then up rows -> gate0, up0, gate1, up1, ..."""
+    gate, up = rows.chunk(2, dim=1)
+    return torch.stack((gate, up), dim=2).reshape(rows.shape).contiguous()
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 200, 1100])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(512, 192), (352, 184), (2880, 2880)])
+def test_interleaved_rows_give_the_bits_of_rows_that_are_not(
+    hidden: int, intermediate: int, tokens: int
+) -> None:
+    case = make(shape(hidden, intermediate, 16, 4), tokens, routing=skewed, biases=True)
+    want = check(case)
+    turned = case.with_(
+        w13=interleave(case.args[1]), b13=interleave(case.options["b13"]), interleaved=True
+    )
+    assert same_bits(check(turned), want)
+
+
+expect(shape(352, 184, 16, 4), (1, 12, 200, 1100), biases=True)
+expect(shape(2880, 2880, 16, 4), (1, 12, 200, 1100), biases=True)
+
+
+def plain(hidden: int, intermediate: int, dtype: str = "bfloat16") -> LayerShape:
+    return LayerShape(hidden, intermediate, 16, 4, dtype, gated=False)
+
+
+PLAIN_TOKENS = (0, 1, 12, 40, 200, 300, 1100)
+for plain_shape in (
+    plain(512, 192),
+    plain(2688, 1856),
+    plain(352, 200),
+    plain(512, 192, "float16"),
+):
+    for with_biases in (False, True):
+        expect(plain_shape, PLAIN_TOKENS, activation="relu2", biases=with_biases)
+
+
+@pytest.mark.parametrize("tokens", PLAIN_TOKENS)
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(
+    "s",
+    [plain(512, 192), plain(2688, 1856), plain(352, 200), plain(512, 192, "float16")],
+    ids=lambda s: f"{s.hidden}x{s.intermediate}-{s.dtype}",
+)
+def test_an_activation_without_gate(s: LayerShape, tokens: int, biases: bool) -> None:
+    check(make(s, tokens, routing=skewed, biases=biases, activation="relu2"))
+
+
+@pytest.mark.parametrize("tokens", [12, 1100])
+def test_an_activation_without_gate_around_each_width(tokens: int) -> None:
+    s = plain(512, 192)
+    cap = choose_kernel(tokens=tokens, top_k=4, experts=16, hidden=512).width_cap
+    slots = tokens * 4
+    waiting = sorted((n for n in around_widths(cap) if n <= slots), reverse=True)
+    while waiting:
+        counts: list[int] = []
+        for n in list(waiting):
+            if len(counts) < s.experts and sum(counts) + n <= slots:
+                counts.append(n)
+                waiting.remove(n)
+        check(make(s, tokens, routing=with_counts(counts), activation="relu2"))
+
+
+SCALED_TOKENS = (1, 12, 40, 200, 300, 1100)
+expect(SMALL, SCALED_TOKENS, weight_on_input=True)
+expect(shape(352, 200, 16, 1), SCALED_TOKENS, weight_on_input=True)
+expect(shape(512, 192, 16, 4, "float16"), SCALED_TOKENS, weight_on_input=True)
+
+
+@pytest.mark.parametrize("tokens", SCALED_TOKENS)
+@pytest.mark.parametrize("routing", [uniform, skewed])
+@pytest.mark.parametrize(
+    "s",
+    [SMALL, shape(352, 200, 16, 1), shape(512, 192, 16, 4, "float16")],
+    ids=lambda s: f"{s.hidden}-{s.top_k}-{s.dtype}",
+)
+def test_weight_on_the_input(s: LayerShape, tokens: int, routing: Routing) -> None:
+    check(make(s, tokens, routing=routing, weight_on_input=True))
+
+
 FP16 = shape(512, 192, 16, 4, "float16")
 expect(FP16, [1, 12, 40, 200, 1100])
 

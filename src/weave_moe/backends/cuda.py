@@ -82,6 +82,21 @@ def _pool(device: torch.device) -> BufferPool:
     return found
 
 
+_Dims = tuple[tuple[int, int, int], ...]
+
+
+def _map_of(weight: Tensor, dtype: str, columns: int, rows: _Dims, blocks: int) -> bytes:
+    """A map of a weight: size, stride and box of each dimension of rows, the first of 8 rows. With
+    whole blocks of 64 columns a box holds `blocks` of them, after its 8 rows; else one."""
+    (first, *rest) = rows
+    if columns % 64 == 0:
+        dims = [(64, 0, 64), first, (columns // 64, 64, blocks), *rest]
+    else:
+        dims = [(columns, 0, 64), first, *rest]
+    sizes, strides, boxes = zip(*dims, strict=True)
+    return encode_tensor_map(weight.data_ptr(), dtype, sizes, strides[1:], boxes)
+
+
 _weight_maps: dict[tuple[Any, ...], tuple[bytes, bytes]] = {}
 
 
@@ -96,6 +111,8 @@ def _maps_of_weights(call: ExpertsCall, plan: KernelPlan) -> tuple[bytes, bytes]
         s.intermediate,
         s.experts,
         s.dtype,
+        s.gated,
+        call.interleaved,
         plan.tile_m,
         plan.tile_k,
     )
@@ -106,39 +123,23 @@ def _maps_of_weights(call: ExpertsCall, plan: KernelPlan) -> tuple[bytes, bytes]
     blocks = plan.tile_k // 64
     # Gate and up alternate by 8 rows: a dimension of 2 between the 8 rows and the blocks of rows.
     # The last expert's last tile may reach past the tensor; there the map reads zeros.
-    row_blocks = experts * inter // 4 - inter // 8
-    if hidden % 64 == 0:
-        w13 = encode_tensor_map(
-            call.w13.data_ptr(),
-            dtype,
-            (64, 8, hidden // 64, 2, row_blocks),
-            (hidden, 64, inter * hidden, 8 * hidden),
-            (64, 8, blocks, 2, plan.tile_m // 16),
+    if not s.gated:
+        rows: _Dims = ((8, hidden, 8), (experts * inter // 8, 8 * hidden, plan.tile_m // 8))
+    elif call.interleaved:
+        rows = (
+            (8, 2 * hidden, 8),
+            (2, hidden, 2),
+            (experts * inter // 8, 16 * hidden, plan.tile_m // 16),
         )
     else:
-        w13 = encode_tensor_map(
-            call.w13.data_ptr(),
-            dtype,
-            (hidden, 8, 2, row_blocks),
-            (hidden, inter * hidden, 8 * hidden),
-            (64, 8, 2, plan.tile_m // 16),
+        rows = (
+            (8, hidden, 8),
+            (2, inter * hidden, 2),
+            (experts * inter // 4 - inter // 8, 8 * hidden, plan.tile_m // 16),
         )
-    if inter % 64 == 0:
-        w2 = encode_tensor_map(
-            call.w2.data_ptr(),
-            dtype,
-            (64, 8, inter // 64, experts * hidden // 8),
-            (inter, 64, 8 * inter),
-            (64, 8, blocks, plan.tile_m // 8),
-        )
-    else:
-        w2 = encode_tensor_map(
-            call.w2.data_ptr(),
-            dtype,
-            (inter, 8, experts * hidden // 8),
-            (inter, 8 * inter),
-            (64, 8, plan.tile_m // 8),
-        )
+    w13 = _map_of(call.w13, dtype, hidden, rows, blocks)
+    rows = ((8, inter, 8), (experts * hidden // 8, 8 * inter, plan.tile_m // 8))
+    w2 = _map_of(call.w2, dtype, inter, rows, blocks)
     if len(_weight_maps) > 4096:  # a server's layers fit; moving weights must not grow it for ever
         _weight_maps.clear()
     _weight_maps[key] = (w13, w2)
@@ -184,8 +185,6 @@ def _other_shape(s: LayerShape) -> str | None:
     """Why the kernel does not take layers of that shape, None if it does."""
     if s.dtype not in ("bfloat16", "float16"):
         return f"x is {s.dtype}; the kernel takes bfloat16 and float16"
-    if not s.gated:
-        return "activation 'relu2' is not gated, which the kernel needs"
     for name, size in (("hidden", s.hidden), ("intermediate", s.intermediate)):
         if size % 8:
             return f"{name} is {size}; rows must be a multiple of 16 bytes, so of 8 elements"
@@ -205,10 +204,6 @@ class _Cuda:
         return _other_device(call.device.index or 0) or self._unsupported(call)
 
     def _unsupported(self, call: ExpertsCall) -> str | None:
-        if call.interleaved:
-            return "interleaved gate and up rows are not supported by the kernel"
-        if call.weight_on_input:
-            return "weight_on_input is not supported by the kernel"
         reason = _other_shape(call.shape)
         if reason is not None:
             return reason
@@ -262,7 +257,14 @@ _prepared: set[tuple[KernelConfig, int, int]] = set()
 
 
 def _prepared_kernel(
-    s: LayerShape, act: Activation, plan: KernelPlan, index: int, *, bias: bool, only_ready: bool
+    s: LayerShape,
+    act: Activation,
+    plan: KernelPlan,
+    index: int,
+    *,
+    bias: bool,
+    scale_x: bool,
+    only_ready: bool,
 ) -> Kernels | None:
     """The kernels of a plan, loaded on a device; None if it is not and `only_ready`."""
     config = KernelConfig.of(
@@ -271,6 +273,7 @@ def _prepared_kernel(
         activation=act.kind,
         clamp=act.limit is not None,
         bias=bias,
+        scale_x=scale_x,
         hidden=s.hidden,
         intermediate=s.intermediate,
     )
@@ -336,6 +339,7 @@ def _launch(
         plan,
         index,
         bias=call.b13 is not None or call.b2 is not None,
+        scale_x=call.weight_on_input,
         only_ready=capturing,
     )
     if kernels is None:
@@ -353,6 +357,8 @@ def _launch(
         intermediate=s.intermediate,
         dtype=s.dtype,
         workers=workers,
+        gated=s.gated,
+        scale_x=call.weight_on_input,
     )
     buffers.fit(needs)
 
@@ -385,7 +391,9 @@ def _launch(
     shared.up_done = base + 64 + 24 * workers
     shared.down_done = shared.up_done + 4 * needs.groups
     shared.up_parts = shared.down_done + 4 * s.experts
-    shared.down_parts = shared.up_parts + 4 * needs.groups * -(-s.intermediate // plan.chunk_up)
+    shared.down_parts = shared.up_parts + 4 * needs.groups * -(
+        -s.intermediate // plan.chunk_up(gated=s.gated)
+    )
     p.sums = _pointer(buffers.sums) if needs.sums else None
     shared.workers, shared.max_groups, shared.experts = workers, needs.groups, s.experts
     shared.spin_limit = getattr(call.workspace, "_spin_limit", _SPIN_LIMIT)
@@ -404,8 +412,10 @@ def _launch(
     p.x_pitch = s.hidden
     p.tokens, p.top_k, p.experts = tokens, s.top_k, s.experts
     p.hidden, p.intermediate = s.hidden, s.intermediate
-    p.chunks_up = -(-s.intermediate // plan.chunk_up)
+    p.chunks_up = -(-s.intermediate // plan.chunk_up(gated=s.gated))
     p.chunks_down = -(-s.hidden // plan.chunk_down)
+    p.up_blocks = s.intermediate // (4 if s.gated and not call.interleaved else 8)
+    p.bias_step, p.bias_up = (2, 1) if call.interleaved else (1, s.intermediate)
     # A K range has at least one stage's columns.
     p.parts_up = min(plan.parts_up, -(-s.hidden // plan.tile_k))
     p.parts_down = min(plan.parts_down, -(-s.intermediate // plan.tile_k))
@@ -424,11 +434,13 @@ def _launch(
 
     unused = [bytes(TENSOR_MAP_BYTES)]
     gathered, store_h, store_rows = unused, unused, unused
-    if plan.gathers:
+    if plan.gathers or call.weight_on_input:
         p.gathered = buffers.gathered.data_ptr()
         gathered = buffers.row_maps(buffers.gathered, s.hidden, plan, s.dtype)
     if plan.many:
-        store_h = buffers.store_maps(buffers.h, s.intermediate, plan.tile_m // 4, s.dtype)
+        store_h = buffers.store_maps(
+            buffers.h, s.intermediate, plan.chunk_up(gated=s.gated) // 2, s.dtype
+        )
         store_rows = 4 * unused  # fp16: rows of fp32, stored without a map
         if s.dtype == "bfloat16":
             store_rows = buffers.store_maps(buffers.rows, s.hidden, plan.tile_m // 2, s.dtype)
@@ -456,13 +468,15 @@ def warmup(
     *,
     activation: str | Activation = "silu",
     bias: bool = False,
+    weight_on_input: bool = False,
     device: int | None = None,
 ) -> None:
     """Compiles (or reads from the cache) and loads every kernel that calls of up to `tokens` tokens
     can need, so that later calls, and graph captures, compile and load nothing.
 
     shape: the layer's sizes.  tokens: largest T.  activation: as in `fused_experts`.  bias: whether
-    b13 or b2 will be given.  device: the GPU's index, by default the current one.
+    b13 or b2 will be given.  weight_on_input: as in `fused_experts`.  device: the GPU's index, by
+    default the current one.
 
     Raises TypeError or ValueError, naming the argument, for a layer that the kernel does not take;
     RuntimeError where there is no GPU that it runs on.
@@ -471,12 +485,14 @@ def warmup(
         raise TypeError(f"shape must be a LayerShape, got {type(shape).__name__}")
     check_count("tokens", tokens)
     check_flag("bias", bias)
+    check_flag("weight_on_input", weight_on_input)
     act = Activation.parse(activation)
     reason = _other_shape(shape)
     if reason is not None:
         raise ValueError(f"shape must be one that the kernel takes: {reason}")
-    if not act.gated:
-        raise ValueError(f"activation must be gated, as shape is, got {act.kind}")
+    if act.gated != shape.gated:
+        wanted = "a gate" if shape.gated else "no gate"
+        raise ValueError(f"activation must have {wanted}, as shape says, got {act.kind}")
     if not torch.cuda.is_available():
         raise RuntimeError("there is nothing to warm up: torch sees no GPU")
     index = torch.cuda.current_device() if device is None else device
@@ -487,7 +503,15 @@ def warmup(
         _pool(torch.device("cuda", index))
         for count in range(1, min(tokens, slab_tokens(shape)) + 1):
             plan = plan_for(shape, count, index)
-            _prepared_kernel(shape, act, plan, index, bias=bias, only_ready=False)
+            _prepared_kernel(
+                shape,
+                act,
+                plan,
+                index,
+                bias=bias,
+                scale_x=weight_on_input,
+                only_ready=False,
+            )
 
 
 BACKEND: Final = _Cuda()

@@ -10,6 +10,17 @@ WEAVE_FN float weight_of(const Launch& p, u32 slot) {
   return p.weights_kind == 1 ? unpack<true>(w) : unpack<false>(w);
 }
 
+// With the weight on x, rows are added as they are.
+WEAVE_FN float combine_weight(const Launch& p, u32 slot) { return SCALE_X ? 1.f : weight_of(p, slot); }
+
+// Eight elements times a weight, each rounded.
+WEAVE_FN uint4 scaled(uint4 v, float weight) {
+  u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = pack2<BF16>(unpack<BF16>((u16)words[i]) * weight, unpack<BF16>((u16)(words[i] >> 16)) * weight);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 constexpr u32 PIECE = 256;  // elements of a token that a warp adds at once, eight a lane
 
 // y[token] = sum over slots, in slot order, of weight x row, for features f .. f + 7 of each lane, below `end`. Lane

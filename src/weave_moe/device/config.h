@@ -12,10 +12,13 @@ constexpr int MAX_RING = 16;                    // most stages of the ring
 constexpr int WIDTH_CAP = WEAVE_WIDTH_CAP;      // most tokens of a group
 constexpr bool BF16 = WEAVE_BF16;               // else fp16
 constexpr bool ROWS_FP32 = !BF16;               // down rows before weighting: fp16 could overflow there
+constexpr bool GATED = WEAVE_ACTIVATION != 3;    // W13 has gate and up rows; else one row an element, and relu^2
+constexpr bool SCALE_X = WEAVE_SCALE_X;         // rows of x are multiplied by their weight instead of down rows
 // Few tokens: one launch, in which each block plans for itself in shared memory and combine is tasks. Many: three, of
 // which this kernel is the second (many.h has the others).
 constexpr bool MANY = WEAVE_MANY;
-constexpr int GATHER_WIDTH = MANY ? 0 : 32;     // rows of x of wider groups are copied into row order first; else read by token
+// Rows of x of wider groups are copied into row order first; of others they are read by token.
+constexpr int GATHER_WIDTH = MANY || SCALE_X ? 0 : 32;
 constexpr bool WIDE = WIDTH_CAP > GATHER_WIDTH;
 constexpr bool PACKED_UP = WEAVE_PACKED_UP;     // hidden % 64 == 0: a stage of w13 is one TMA box
 constexpr bool PACKED_DOWN = WEAVE_PACKED_DOWN; // intermediate % 64 == 0: the same for w2 and the activations
@@ -25,6 +28,7 @@ static_assert(!(MANY && SPLIT_K), "a part that does not finish its tile stages n
 
 constexpr int K_BLOCKS = TILE_K / 64;           // 128-byte swizzle rows hold 64 columns
 constexpr int WARPGROUPS = TILE_M / 64;         // consumers: each takes 64 of a tile's rows
+constexpr int UP_ELEMENTS = GATED ? TILE_M / 2 : TILE_M;  // of h in a gate_up tile
 constexpr int CONSUMER_WARPS = WARPGROUPS * 4;
 constexpr int WARPS = CONSUMER_WARPS + 4;
 constexpr int THREADS = WARPS * 32;
@@ -111,6 +115,8 @@ struct Launch {
   u32 ring_bytes;  // a multiple of 1,024
   u32 tokens, top_k, experts, experts_global, hidden, intermediate;
   u32 chunks_up, chunks_down, parts_up, parts_down;
+  u32 up_blocks;            // of 8 elements an expert in the map of w13
+  u32 bias_step, bias_up;   // gated b13: from one element to the next, and from its gate to its up
   u32 hold_down;  // down weights wait for the gate_up tiles of their group
   u32 combine_tokens, combine_slices, slice;
   u32 max_rows;

@@ -10,6 +10,9 @@
 
 namespace weave {
 
+// NaN stays NaN.
+WEAVE_FN float relu_squared(float v) { return v < 0.f ? 0.f : v * v; }
+
 WEAVE_FN float activate(const Launch& p, float gate, float up) {
 #if WEAVE_CLAMP
   gate = gate > p.limit ? p.limit : gate;
@@ -58,35 +61,43 @@ WEAVE_FN bool multiply(const Block& b, Cursor& ring, const TaskSlot& t, float (&
 // Not `v + 0` where there is no bias: that is an instruction, because of -0.
 WEAVE_FN float plus(float v, float bias) { return BIAS ? v + bias : v; }
 
-// Of gate and up, or of a thread's two rows of down; zero past the last row.
+// Of gate and up, or of a thread's two rows; zero past the last row.
 struct Biases {
   float first, second;
 };
-WEAVE_FN Biases gate_up_bias(const Launch& p, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
-  const u32 element = t.chunk * (TILE_M / 2) + warpgroup * 32 + warp * 8 + lane / 4;
+WEAVE_FN Biases gated_bias(const Launch& p, const TaskSlot& t, u32 element) {
   if (!BIAS || !p.b13 || element >= p.intermediate) return {0, 0};
-  const u16* bias = (const u16*)p.b13 + (u64)t.expert * 2 * p.intermediate + element;
-  return {unpack<BF16>(bias[0]), unpack<BF16>(bias[p.intermediate])};
+  const u16* bias = (const u16*)p.b13 + (u64)t.expert * 2 * p.intermediate + element * p.bias_step;
+  return {unpack<BF16>(bias[0]), unpack<BF16>(bias[p.bias_up])};
 }
-WEAVE_FN Biases down_bias(const Launch& p, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
-  const u32 row = t.chunk * TILE_M + warpgroup * 64 + warp * 16 + lane / 4;
-  if (!BIAS || !p.b2 || row >= p.hidden) return {0, 0};
-  const u16* bias = (const u16*)p.b2 + (u64)t.expert * p.hidden + row;
-  return {unpack<BF16>(bias[0]), row + 8 < p.hidden ? unpack<BF16>(bias[8]) : 0.f};
+WEAVE_FN Biases row_bias(const void* biases, const TaskSlot& t, u32 row, u32 rows) {
+  if (!BIAS || !biases || row >= rows) return {0, 0};
+  const u16* bias = (const u16*)biases + (u64)t.expert * rows + row;
+  return {unpack<BF16>(bias[0]), row + 8 < rows ? unpack<BF16>(bias[8]) : 0.f};
 }
+
+// Where a warp's rows of a tile begin, counted in elements of h or of the hidden size.
+WEAVE_FN u32 gated_element(const TaskSlot& t, int warpgroup, u32 warp) { return t.chunk * UP_ELEMENTS + warpgroup * 32 + warp * 8; }
+WEAVE_FN u32 plain_element(const TaskSlot& t, int warpgroup, u32 warp) { return t.chunk * TILE_M + warpgroup * 64 + warp * 16; }
 
 // The activations of one element of two tokens; d: gate and gate, up and up.
 WEAVE_FN u32 activation_pair(const Launch& p, const float* d, const Biases& bias) {
   return pack2<BF16>(activate(p, plus(d[0], bias.first), plus(d[2], bias.second)), activate(p, plus(d[1], bias.first), plus(d[3], bias.second)));
 }
+// One element of two tokens where rows stand for themselves: of down, or of an activation without gate.
+template <bool SQUARED>
+WEAVE_FN u32 plain_pair(float first, float second, float bias) {
+  first = plus(first, bias), second = plus(second, bias);
+  return SQUARED ? pack2<BF16>(relu_squared(first), relu_squared(second)) : pack2<BF16>(first, second);
+}
 
 // Registers to rows of h: two tokens of one feature become two features of one token by a transpose within the warp.
 template <int N>
-WEAVE_FN void store_activations(const Block& b, const TaskSlot& t, const float (&d)[N / 2], int warpgroup, u32 warp, u32 lane) {
+WEAVE_FN void store_gated(const Block& b, const TaskSlot& t, const float (&d)[N / 2], int warpgroup, u32 warp, u32 lane) {
   const Launch& p = b.p;
-  const u32 first = t.chunk * (TILE_M / 2) + warpgroup * 32 + warp * 8;
+  const u32 first = gated_element(t, warpgroup, warp);
   if (first >= p.intermediate) return;  // warp-uniform: the last chunk may reach past the rows
-  const Biases bias = gate_up_bias(p, t, warpgroup, warp, lane);
+  const Biases bias = gated_bias(p, t, first + lane / 4);
   u16* out = p.h + (u64)t.row * p.intermediate + first + 2 * (lane % 4);
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
@@ -96,36 +107,75 @@ WEAVE_FN void store_activations(const Block& b, const TaskSlot& t, const float (
   }
 }
 
-template <int N>
-WEAVE_FN void store_rows(const Block& b, const TaskSlot& t, const float (&d)[N / 2], int warpgroup, u32 warp, u32 lane) {
-  const Launch& p = b.p;
-  const u32 first = t.chunk * TILE_M + warpgroup * 64 + warp * 16;
-  if (first >= p.hidden) return;
-  const bool second = first + 8 < p.hidden;
-  const Biases bias = down_bias(p, t, warpgroup, warp, lane);
+// The same where rows stand for themselves: down rows, or h without a gate.
+template <int N, bool SQUARED>
+WEAVE_FN void store_plain(const TaskSlot& t, const float (&d)[N / 2], const Biases& bias, u16* rows, u32 first, u32 elements, u32 lane) {
+  if (first >= elements) return;
+  const bool second = first + 8 < elements;
+  u16* out = rows + (u64)t.row * elements + first + 2 * (lane % 4);
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
-    if (ROWS_FP32) {
+    const u32 low = transpose_8x8(plain_pair<SQUARED>(d[4 * j], d[4 * j + 1], bias.first));
+    const u32 high = transpose_8x8(plain_pair<SQUARED>(d[4 * j + 2], d[4 * j + 3], bias.second));
+    const u32 token = 8 * j + lane / 4;
+    if (token < t.tokens) {
+      *(u32*)(out + (u64)token * elements) = low;
+      if (second) *(u32*)(out + (u64)token * elements + 8) = high;
+    }
+  }
+}
+
+// Down rows that stay in fp32.
+template <int N>
+WEAVE_FN void store_fp32(const Block& b, const TaskSlot& t, const float (&d)[N / 2], const Biases& bias, u32 first, u32 lane) {
+  const Launch& p = b.p;
+  if (first >= p.hidden) return;
+  const bool second = first + 8 < p.hidden;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const u32 token = 8 * j + 2 * (lane % 4) + i;
-        float* out = (float*)p.rows + (u64)(t.row + token) * p.hidden + first + lane / 4;
-        if (token < t.tokens) {
-          out[0] = plus(d[4 * j + i], bias.first);
-          if (second) out[8] = plus(d[4 * j + 2 + i], bias.second);
-        }
-      }
-    } else {
-      const u32 low = transpose_8x8(pack2<BF16>(plus(d[4 * j], bias.first), plus(d[4 * j + 1], bias.first)));
-      const u32 high = transpose_8x8(pack2<BF16>(plus(d[4 * j + 2], bias.second), plus(d[4 * j + 3], bias.second)));
-      const u32 token = 8 * j + lane / 4;
-      u16* out = (u16*)p.rows + (u64)(t.row + token) * p.hidden + first + 2 * (lane % 4);
+  for (int j = 0; j < N / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 token = 8 * j + 2 * (lane % 4) + i;
+      float* out = (float*)p.rows + (u64)(t.row + token) * p.hidden + first + lane / 4;
       if (token < t.tokens) {
-        *(u32*)out = low;
-        if (second) *(u32*)(out + 8) = high;
+        out[0] = plus(d[4 * j + i], bias.first);
+        if (second) out[8] = plus(d[4 * j + 2 + i], bias.second);
       }
     }
   }
+}
+
+// A tile's results, stored by the consumers or, with many tokens, handed over to be stored.
+template <int N>
+WEAVE_FN bool store_tile(const Block& b, Cursor& slots, const TaskSlot& t, const float (&d)[N / 2], int warpgroup, u32 warp, u32 lane) {
+  const Launch& p = b.p;
+  const bool up = t.kind == GATE_UP;
+  if (GATED && up) {
+    if (!MANY) {
+      store_gated<N>(b, t, d, warpgroup, warp, lane);
+      return true;
+    }
+    const Biases bias = gated_bias(p, t, gated_element(t, warpgroup, warp) + lane / 4);
+    return stage_tile<N, true>(b, slots, warpgroup, warp, lane, [&](int j) { return activation_pair(p, d + 4 * j, bias); });
+  }
+  const u32 first = plain_element(t, warpgroup, warp);
+  const Biases bias = row_bias(up ? p.b13 : p.b2, t, first + lane / 4, up ? p.intermediate : p.hidden);
+  if (!up && ROWS_FP32) {
+    store_fp32<N>(b, t, d, bias, first, lane);
+    return true;
+  }
+  if (!GATED && up) {
+    if (MANY)
+      return stage_tile<N, false>(b, slots, warpgroup, warp, lane,
+                                  [&](int i) { return plain_pair<true>(d[2 * i], d[2 * i + 1], i & 1 ? bias.second : bias.first); });
+    store_plain<N, true>(t, d, bias, p.h, first, p.intermediate, lane);
+    return true;
+  }
+  if (MANY)
+    return stage_tile<N, false>(b, slots, warpgroup, warp, lane,
+                                [&](int i) { return plain_pair<false>(d[2 * i], d[2 * i + 1], i & 1 ? bias.second : bias.first); });
+  store_plain<N, false>(t, d, bias, (u16*)p.rows, first, p.hidden, lane);
+  return true;
 }
 
 // What a consumer warp carries from task to task.
@@ -175,25 +225,6 @@ WEAVE_FN Joined join_parts(const Block& b, ConsumerState& state, const TaskSlot&
   return LAST;
 }
 
-// Many tokens: the same values, by way of shared memory.
-template <int N>
-WEAVE_FN bool stage_results(const Block& b, ConsumerState& state, const TaskSlot& t, const float (&d)[N / 2], int warpgroup,
-                            u32 warp, u32 lane) {
-  if (t.kind == GATE_UP) {
-    const Biases bias = gate_up_bias(b.p, t, warpgroup, warp, lane);
-    return stage_tile<N, true>(b, state.slots, warpgroup, warp, lane, [&](int j) { return activation_pair(b.p, d + 4 * j, bias); });
-  }
-  if (ROWS_FP32) {
-    store_rows<N>(b, t, d, warpgroup, warp, lane);
-    return true;
-  }
-  const Biases bias = down_bias(b.p, t, warpgroup, warp, lane);
-  return stage_tile<N, false>(b, state.slots, warpgroup, warp, lane, [&](int i) {
-    const float add = i & 1 ? bias.second : bias.first;
-    return pack2<BF16>(plus(d[2 * i], add), plus(d[2 * i + 1], add));
-  });
-}
-
 template <int N>
 WEAVE_FN bool run_tile(const Block& b, ConsumerState& state, const TaskSlot& t, int warpgroup, u32 warp, u32 lane) {
   float d[N / 2];
@@ -205,14 +236,9 @@ WEAVE_FN bool run_tile(const Block& b, ConsumerState& state, const TaskSlot& t, 
     const Joined joined = join_parts<N>(b, state, t, lane, d);
     if (joined != LAST) return joined == NOT_LAST;  // another part will finish the tile
   }
-  if (MANY) return stage_results<N>(b, state, t, d, warpgroup, warp, lane);
-  if (t.kind == GATE_UP) {
-    store_activations<N>(b, t, d, warpgroup, warp, lane);
-    fence_async_proxy();  // h is read by TMA
-  } else {
-    store_rows<N>(b, t, d, warpgroup, warp, lane);
-  }
-  return true;
+  const bool ok = store_tile<N>(b, state.slots, t, d, warpgroup, warp, lane);
+  if (!MANY && t.kind == GATE_UP) fence_async_proxy();  // h is read by TMA
+  return ok;
 }
 
 template <int N>
@@ -237,7 +263,7 @@ WEAVE_FN bool combine(const Block& b, const Plan<Index>& plan, const ExpertOf& e
     const u32 e = lane < p.top_k ? expert_of(slot) : NONE;
     if (e != NONE) {
       row = plan.slot_row[slot];
-      weight = weight_of(p, slot);
+      weight = combine_weight(p, slot);
       tiles = (plan.expert_group[e + 1] - plan.expert_group[e]) * p.chunks_down;
     }
     const bool ok = e == NONE || wait_for_expert(p.shared, e, tiles);
@@ -306,6 +332,7 @@ WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan) {
     if (!gathered_first(plan.groups[lo].tokens)) continue;
     const u32 slot = plan.row_slot[row];
     if (slot == (u32)(Index)NONE) continue;  // padding
+    const float weight = SCALE_X ? weight_of(p, slot) : 0.f;
     const uint4* from = (const uint4*)((const u16*)p.x + (i64)(slot / p.top_k) * p.x_pitch);
     uint4* to = (uint4*)(p.gathered + (u64)row * p.hidden);
     const u32 pieces = p.hidden / 8;
@@ -316,7 +343,7 @@ WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan) {
         if (i + WARPS_PER_ROW * 32 * j < pieces) v[j] = __ldg(from + i + WARPS_PER_ROW * 32 * j);
 #pragma unroll
       for (int j = 0; j < 8; ++j)
-        if (i + WARPS_PER_ROW * 32 * j < pieces) to[i + WARPS_PER_ROW * 32 * j] = v[j];
+        if (i + WARPS_PER_ROW * 32 * j < pieces) to[i + WARPS_PER_ROW * 32 * j] = SCALE_X ? scaled(v[j], weight) : v[j];
     }
     fence_async_proxy();  // read by TMA
     __syncwarp();

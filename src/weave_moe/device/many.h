@@ -139,9 +139,10 @@ WEAVE_FN void scatter_chunk(const Launch& p, const SortMemory& m, u32 chunk) {
       const u32 row = m.row()[t * p.top_k + j];
       if (row == NONE) continue;
       uint4* to = (uint4*)(p.gathered + (u64)row * p.hidden);
+      const float weight = SCALE_X ? weight_of(p, begin + t * p.top_k + j) : 0.f;
 #pragma unroll
       for (int i = 0; i < LOADS; ++i)
-        if (first + i * 32 < words) to[first + i * 32] = v[i];
+        if (first + i * 32 < words) to[first + i * 32] = SCALE_X ? scaled(v[i], weight) : v[i];
     }
   }
   // Padding: zeros, shared out over the chunks by expert.
@@ -210,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_WARPS * 32) weave_combine(c
   if (token >= p.tokens) return;
   const u32 slot = token * p.top_k + lane;
   const u32 row = lane < p.top_k ? p.plan.slot_row[slot] : NONE;
-  const float weight = row != NONE ? weight_of(p, slot) : 0.f;
+  const float weight = row != NONE ? combine_weight(p, slot) : 0.f;
   if (failed(p.shared.control)) {  // a launch before this one gave up
     if (f < p.hidden) *(uint4*)((u16*)p.out + (u64)token * p.hidden + f) = make_uint4(~0u, ~0u, ~0u, ~0u);
     return;

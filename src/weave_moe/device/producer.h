@@ -40,13 +40,20 @@ WEAVE_FN void load_weights(const Block& b, const TaskSlot& t, u32 dst, u64* bar,
   step += t.first_step;
   const u64 hint = b.p.weight_hint;
   if (t.kind == GATE_UP) {
-    // Blocks of 8 rows, gate and up in turn, so that a thread of the consumer holds both halves of an element.
-    const int block = t.expert * (b.p.intermediate / 4) + t.chunk * (TILE_M / 16);
-    if (PACKED_UP) {
-      tma_load(dst, &b.maps.w13, bar, hint, 0, 0, step * K_BLOCKS, 0, block);
-    } else {
-      for (int kb = 0; kb < K_BLOCKS; ++kb)
-        tma_load(dst + kb * TILE_M * 128, &b.maps.w13, bar, hint, (step * K_BLOCKS + kb) * 64, 0, 0, block);
+    // Gated: blocks of 8 rows, gate and up in turn, so that a thread of the consumer holds both halves of an element.
+    const int block = t.expert * b.p.up_blocks + t.chunk * (UP_ELEMENTS / 8);
+    const int steps = PACKED_UP ? 1 : K_BLOCKS;
+    for (int kb = 0; kb < steps; ++kb) {
+      const u32 to = dst + kb * TILE_M * 128;
+      const int k = PACKED_UP ? step * K_BLOCKS : (step * K_BLOCKS + kb) * 64;
+      if (GATED && PACKED_UP)
+        tma_load(to, &b.maps.w13, bar, hint, 0, 0, k, 0, block);
+      else if (GATED)
+        tma_load(to, &b.maps.w13, bar, hint, k, 0, 0, block);
+      else if (PACKED_UP)
+        tma_load(to, &b.maps.w13, bar, hint, 0, 0, k, block);
+      else
+        tma_load(to, &b.maps.w13, bar, hint, k, 0, block);
     }
   } else {
     const int block = (t.expert * b.p.hidden + t.chunk * TILE_M) / 8;

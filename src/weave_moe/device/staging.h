@@ -1,20 +1,20 @@
 // Results of a tile with many tokens: consumers write them to shared memory, a slot at a time, and a warp of their own
 // stores them by TMA, so that no consumer waits for memory.
 //
-// A slot holds 128 tokens x 32 elements of h (64 bytes a token, 64-byte swizzle) or 64 tokens x 64 elements of down rows
+// A slot holds 128 tokens x 32 elements of a gated tile (64 bytes a token, 64-byte swizzle) or 64 tokens x 64 elements
 // (128 bytes, 128-byte swizzle). Groups own as many rows as their width, so all of a slot is stored.
 #pragma once
 #include "config.h"
 
 namespace weave {
 
-constexpr int SLOT_TOKENS_UP = STAGING_SLOT_BYTES / 64, SLOT_TOKENS_DOWN = STAGING_SLOT_BYTES / 128;
+constexpr int SLOT_TOKENS_GATED = STAGING_SLOT_BYTES / 64, SLOT_TOKENS = STAGING_SLOT_BYTES / 128;
 
-// `pair(j)`: two tokens of one element, packed, for the warp's j-th 8 x 8 matrix. Tokens are the columns of a matrix. With
-// UP a warp has one matrix (8 elements) for 8 tokens, else two. All warps of the warpgroup call.
-template <int N, bool UP, class Pair>
+// `pair(j)`: two tokens of one element, packed, for the warp's j-th 8 x 8 matrix. Tokens are the columns of a matrix. Of a
+// gated tile a warp has one matrix (8 elements) for 8 tokens, else two. All warps of the warpgroup call.
+template <int N, bool HALF, class Pair>
 WEAVE_FN bool stage_tile(const Block& b, Cursor& slots, u32 warpgroup, u32 warp, u32 lane, const Pair& pair) {
-  constexpr int TOKENS = UP ? SLOT_TOKENS_UP : SLOT_TOKENS_DOWN, PER_TOKENS = UP ? 1 : 2;
+  constexpr int TOKENS = HALF ? SLOT_TOKENS_GATED : SLOT_TOKENS, PER_TOKENS = HALF ? 1 : 2;
   bool ok = true;
 #pragma unroll
   for (int first = 0; first < N; first += TOKENS) {
@@ -28,9 +28,9 @@ WEAVE_FN bool stage_tile(const Block& b, Cursor& slots, u32 warpgroup, u32 warp,
       if (m >= matrices) break;
       // Lane 8 q + r: row r of matrix m + q.
       const int q = m + (int)(lane / 8);
-      const u32 token = (UP ? q : q / 2) * 8 + lane % 8;
-      const u32 piece = UP ? warp ^ ((token >> 1) & 3) : (warp * 2 + (q & 1)) ^ (token & 7);
-      const u32 address = at + token * (UP ? 64 : 128) + piece * 16;
+      const u32 token = (HALF ? q : q / 2) * 8 + lane % 8;
+      const u32 piece = HALF ? warp ^ ((token >> 1) & 3) : (warp * 2 + (q & 1)) ^ (token & 7);
+      const u32 address = at + token * (HALF ? 64 : 128) + piece * 16;
       if (m + 4 <= matrices)
         store_matrices(address, pair(base + m), pair(base + m + 1), pair(base + m + 2), pair(base + m + 3));
       else
@@ -56,10 +56,10 @@ WEAVE_FN void store_staged(const Block& b, u32 warpgroup) {
     barrier_arrive(&s.task_empty[ring_task.slot]);
     ring_task.advance(TASK_RING);
     if (kind == END) break;
-    const bool up = kind == GATE_UP;
+    const bool up = kind == GATE_UP, half = GATED && up;
     const TensorMap* maps = up ? b.maps.store_h : b.maps.store_rows;
-    const u32 slot_tokens = up ? SLOT_TOKENS_UP : SLOT_TOKENS_DOWN;
-    const int column = up ? chunk * (TILE_M / 2) + warpgroup * 32 : chunk * TILE_M + warpgroup * 64;
+    const u32 slot_tokens = half ? SLOT_TOKENS_GATED : SLOT_TOKENS;
+    const int column = half ? chunk * UP_ELEMENTS + warpgroup * 32 : chunk * TILE_M + warpgroup * 64;
     // Down rows of fp32 are stored by the consumers.
     for (u32 first = 0; first < width && (up || !ROWS_FP32); first += slot_tokens) {
       u32 left = width - first < slot_tokens ? width - first : slot_tokens;
@@ -70,7 +70,7 @@ WEAVE_FN void store_staged(const Block& b, u32 warpgroup) {
         const u32 rows = STORE_ROWS >> m;
         while (left >= rows) {
           tma_store(&maps[m], from, column, row);
-          from += rows * (up ? 64 : 128);
+          from += rows * (half ? 64 : 128);
           row += rows;
           left -= rows;
         }

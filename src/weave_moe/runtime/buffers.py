@@ -76,6 +76,8 @@ def needs_of(
     intermediate: int,
     dtype: str,
     workers: int,
+    gated: bool = True,
+    scale_x: bool = False,
 ) -> Needs:
     """What a launch of at most `tokens` tokens needs, for any routing."""
     slots = tokens * top_k
@@ -91,7 +93,7 @@ def needs_of(
         plan_bytes = 4 * sum(size for _, size in plan_arrays(groups, experts, slots, chunks))
     sums = parts = 0
     if plan.parts_up > 1 or plan.parts_down > 1:
-        tiles_up = groups * -(-intermediate // plan.chunk_up)
+        tiles_up = groups * -(-intermediate // plan.chunk_up(gated=gated))
         tiles_down = groups * -(-hidden // plan.chunk_down)
         blocks = tiles_up * plan.parts_up + tiles_down * plan.parts_down
         sums = 4 * blocks * plan.tile_m * plan.width_cap
@@ -102,7 +104,7 @@ def needs_of(
         rows,
         rows * intermediate * 2,
         row_bytes,
-        rows * hidden * 2 if plan.gathers else 0,
+        rows * hidden * 2 if plan.gathers or scale_x else 0,
         plan_bytes,
         chunk_tokens,
         sums,

@@ -22,7 +22,7 @@ __all__ = ["KernelConfig", "Launch", "kernel_for", "launch_maps"]
 
 DEVICE: Final = Path(__file__).parents[1] / "device"
 _SOURCE: Final = "experts.cu"
-_ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 
 ERRORS: Final = {
     1: "two launches used one workspace at the same time",
@@ -110,6 +110,9 @@ class Launch(ctypes.Structure):
                 "chunks_down",
                 "parts_up",
                 "parts_down",
+                "up_blocks",
+                "bias_step",
+                "bias_up",
                 "hold_down",
                 "combine_tokens",
                 "combine_slices",
@@ -143,8 +146,9 @@ def launch_maps(maps: list[bytes]) -> ctypes.Structure:
 class KernelConfig:
     """What is fixed when the kernel is compiled.
 
-    dtype: "bfloat16" or "float16".  activation: a gated kind of `Activation`.  clamp: it has a
-    limit.  bias: either bias is given.  packed_up, packed_down: hidden, intermediate are multiples
+    dtype: "bfloat16" or "float16".  activation: a kind of `Activation`.  clamp: it has a limit.
+    bias: either bias is given.  scale_x: the weight is on the input.
+    packed_up, packed_down: hidden, intermediate are multiples
     of 64, so that one TMA box holds all columns of a stage.
     """
 
@@ -157,6 +161,7 @@ class KernelConfig:
     activation: str
     clamp: bool
     bias: bool
+    scale_x: bool
     packed_up: bool
     packed_down: bool
 
@@ -169,6 +174,7 @@ class KernelConfig:
         activation: str,
         clamp: bool,
         bias: bool,
+        scale_x: bool = False,
         hidden: int,
         intermediate: int,
     ) -> KernelConfig:
@@ -183,6 +189,7 @@ class KernelConfig:
             activation,
             clamp,
             bias,
+            scale_x,
             hidden % 64 == 0,
             intermediate % 64 == 0,
         )
@@ -201,6 +208,7 @@ class KernelConfig:
             "ACTIVATION": _ACTIVATIONS[self.activation],
             "CLAMP": int(self.clamp),
             "BIAS": int(self.bias),
+            "SCALE_X": int(self.scale_x),
             "PACKED_UP": int(self.packed_up),
             "PACKED_DOWN": int(self.packed_down),
             "SMEM_BYTES": CONTROL_BYTES,

@@ -73,10 +73,10 @@ class KernelPlan:
         """Threads of a block: a warpgroup for each 64 rows of the tile, and four warps more."""
         return self.tile_m // 64 * 128 + 128
 
-    @property
-    def chunk_up(self) -> int:
-        """Rows of W13's gate half (and as many of its up half) in a tile."""
-        return self.tile_m // 2
+    def chunk_up(self, *, gated: bool = True) -> int:
+        """Elements of h in a gate_up tile: rows of W13's gate half (and as many of its up half), or
+        of W13 where there is no gate."""
+        return self.tile_m // 2 if gated else self.tile_m
 
     @property
     def chunk_down(self) -> int:

@@ -114,7 +114,7 @@ def make_workload(shape: LayerShape, topk_ids: Any, shared_bytes: int = 232_448)
     up = StageShape(
         "gate_up",
         shape.intermediate,
-        kernel.chunk_up if shape.gated else kernel.tile_m,
+        kernel.chunk_up(gated=shape.gated),
         shape.hidden,
         kernel.parts_up,
     )

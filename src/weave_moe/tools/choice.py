@@ -173,7 +173,9 @@ def _even_tasks(shape: LayerShape, plan: KernelPlan, tokens: int) -> dict[str, i
     combine = -(-tokens // plan.combine_tokens) * -(-shape.hidden // plan.slice)
     return {
         "groups": groups,
-        "gate_up": groups * -(-shape.intermediate // plan.chunk_up) * plan.parts_up,
+        "gate_up": groups
+        * -(-shape.intermediate // plan.chunk_up(gated=shape.gated))
+        * plan.parts_up,
         "down": groups * -(-shape.hidden // plan.chunk_down) * plan.parts_down,
         "combine": 0 if plan.many else combine,
     }
