@@ -905,3 +905,37 @@ def test_case_seeds_differ() -> None:
     # The property above would be worth little if its routings were all one.
     g = [ROUTINGS["skewed"](generator(seed), 20, 4, 2) for seed in (0, 1)]
     assert not torch.equal(*g)
+
+
+def test_records_of_tasks_are_placed_on_one_axis(recorder: Recorder) -> None:
+    trace = cuda._Trace(torch.device("cpu"), 2, 3)
+    # Two SMs whose clocks differ in start and rate: 1 and 2 ticks a nanosecond.
+    trace.clock.copy_(torch.tensor([[1000, 50, 2000, 1050], [1100, 7000, 2100, 9000]]))
+    records = trace.records.numpy().view(cuda.TRACE_DTYPE)
+    assert (records["worker"] == -1).all(), "nothing is recorded yet"
+    records[4] = (1, 9, 0, 3, 2, 5, 0, -1, 7200, 7400, 7300, 7600, 8000, 8200)
+    records[0] = (0, 8, 2, -1, -1, 4, 0, 1, 150, 250, -1, 350, 350, 450)
+    found = trace.read()
+    assert found["worker"].tolist() == [0, 1]
+    assert found["claim_ns"].tolist() == [100, 200]
+    assert found["load_ns"].tolist() == [-1, 250]
+    assert found["end_ns"].tolist() == [400, 700]
+    assert found["victim"].tolist() == [1, -1]
+
+
+def test_a_launch_that_is_traced_has_room_for_its_records(recorder: Recorder) -> None:
+    for tokens in (5, FEW_TOKENS + 1):
+        case = bf16_case(tokens)
+        workspace = weave_moe.Workspace(trace=True)
+        (launch,) = recorder.run(case.with_(workspace=workspace))
+        p = launch.p
+        assert launch.config.trace
+        trace = workspace._cuda_trace  # type: ignore[attr-defined]
+        assert p.trace == trace.records.data_ptr()
+        assert p.trace_clock == trace.clock.data_ptr()
+        size = cuda.TRACE_DTYPE.itemsize
+        assert trace.records.numel() == 132 * p.trace_tasks * size
+        assert not len(cuda.take_trace(workspace))
+        (launch,) = recorder.run(case)
+        assert not launch.config.trace
+        assert launch.p.trace is launch.p.trace_clock is None

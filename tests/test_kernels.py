@@ -56,6 +56,7 @@ def config(
     clamp: bool = False,
     bias: bool = False,
     scale_x: bool = False,
+    trace: bool = False,
     hidden: int = 2048,
     intermediate: int = 768,
 ) -> KernelConfig:
@@ -71,6 +72,7 @@ def config(
         clamp=clamp,
         bias=bias,
         scale_x=scale_x,
+        trace=trace,
         hidden=hidden,
         intermediate=intermediate,
     )
@@ -113,7 +115,7 @@ def representatives() -> dict[str, KernelConfig]:
             "nemotron-3-nano", 8192, activation="relu2", bias=True, hidden=200, intermediate=88
         ),
         "weight-on-input": config("llama-4-scout", 40, scale_x=True),
-        "weight-on-input-many": config("qwen3-30b", 512, scale_x=True),
+        "weight-on-input-many": config("qwen3-30b", 512, scale_x=True, trace=True),
     }
     return found | extras
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,7 +29,16 @@ from ..schedule import POLICY_CODES, VICTIM_CODES
 from ..schedule.granularity import KernelPlan, choose_kernel
 from ..shapes import Activation, ExpertsCall, LayerShape, check_count, check_flag, dtype_name
 
-__all__ = ["BACKEND", "KernelError", "check", "plan_for", "slab_tokens", "unsupported", "warmup"]
+__all__ = [
+    "BACKEND",
+    "KernelError",
+    "check",
+    "plan_for",
+    "slab_tokens",
+    "take_trace",
+    "unsupported",
+    "warmup",
+]
 
 SLAB_TOKENS: Final = 16_384
 SLAB_BYTES: Final = 2 << 30
@@ -264,6 +275,7 @@ def _prepared_kernel(
     *,
     bias: bool,
     scale_x: bool,
+    trace: bool = False,
     only_ready: bool,
 ) -> Kernels | None:
     """The kernels of a plan, loaded on a device; None if it is not and `only_ready`."""
@@ -274,6 +286,7 @@ def _prepared_kernel(
         clamp=act.limit is not None,
         bias=bias,
         scale_x=scale_x,
+        trace=trace,
         hidden=s.hidden,
         intermediate=s.intermediate,
     )
@@ -340,6 +353,7 @@ def _launch(
         index,
         bias=call.b13 is not None or call.b2 is not None,
         scale_x=call.weight_on_input,
+        trace=_traced(call),
         only_ready=capturing,
     )
     if kernels is None:
@@ -431,6 +445,15 @@ def _launch(
     p.limit = act.limit if act.limit is not None else 0.0
     stats = getattr(call.workspace, "_cuda_stats", None)
     p.stats = _pointer(stats)
+    if _traced(call):
+        assert call.workspace is not None
+        tasks = needs.groups * (p.chunks_up * p.parts_up + p.chunks_down * p.parts_down)
+        tasks += 0 if plan.many else -(-tokens // plan.combine_tokens) * p.combine_slices
+        # A block that runs alone takes all tasks; one of many takes about its share.
+        p.trace_tasks = min(tasks, 8 * -(-tasks // workers) + 64)
+        trace = _Trace(call.device, workers, p.trace_tasks)
+        p.trace, p.trace_clock = trace.records.data_ptr(), trace.clock.data_ptr()
+        call.workspace._cuda_trace = trace
 
     unused = [bytes(TENSOR_MAP_BYTES)]
     gathered, store_h, store_rows = unused, unused, unused
@@ -460,6 +483,65 @@ def _launch(
     if kernels.combine is not None:
         warps = tokens * -(-s.hidden // PIECE)
         kernels.combine.launch(-(-warps // COMBINE_WARPS), stream, p)
+
+
+TRACE_DTYPE: Final = np.dtype(
+    [
+        *[
+            (name, "<i4")
+            for name in ("worker", "sm", "stage", "expert", "group", "chunk", "part", "victim")
+        ],
+        *[(f"{name}_ns", "<i8") for name in ("claim", "wait", "load", "compute", "store", "end")],
+    ]
+)
+"""One task of a launch on a GPU: `weave::TaskRecord` of device/trace.h, with times in nanoseconds
+since the launch began; -1 where there is none."""
+
+
+class _Trace:
+    """The records of one launch, on the device."""
+
+    def __init__(self, device: torch.device, workers: int, tasks: int) -> None:
+        size = workers * tasks * TRACE_DTYPE.itemsize
+        self.records = torch.full((size,), 255, dtype=torch.uint8, device=device)
+        self.clock = torch.zeros(workers, 4, dtype=torch.int64, device=device)
+
+    def read(self) -> npt.NDArray[Any]:
+        """`TRACE_DTYPE` records of all tasks, by when they were claimed. Waits for the device."""
+        found = self.records.cpu().numpy().view(TRACE_DTYPE)
+        clock = self.clock.cpu().numpy().astype(np.float64)
+        found = found[found["worker"] >= 0].copy()
+        ran = clock[:, 0] > 0
+        began = clock[ran, 0].min() if ran.any() else 0.0
+        # An SM's clock runs at one rate during a launch; its own two ends give the rate.
+        timer0, clock0, timer1, clock1 = (clock[found["worker"], i] for i in range(4))
+        rate = (timer1 - timer0) / np.maximum(clock1 - clock0, 1)
+        for name in TRACE_DTYPE.names or ():
+            if name.endswith("_ns"):
+                at = found[name]
+                time = timer0 + (at - clock0) * rate - began
+                found[name] = np.where(at < 0, -1, np.rint(time).astype(np.int64))
+        ordered: npt.NDArray[Any] = found[np.argsort(found["claim_ns"], kind="stable")]
+        return ordered
+
+
+def _traced(call: ExpertsCall) -> bool:
+    return bool(getattr(call.workspace, "trace", False))
+
+
+def take_trace(workspace: Any) -> npt.NDArray[Any]:
+    """The records of the last launch that used the workspace, which must be one with trace=True.
+
+    A call of more tokens than one launch takes leaves those of its last launch. Waits for the
+    device. Raises ValueError where there is no record.
+    """
+    trace = getattr(workspace, "_cuda_trace", None)
+    if trace is None:
+        raise ValueError(
+            "workspace must be one with trace=True that a call on a GPU has used; it has no record"
+        )
+    records: npt.NDArray[Any] = trace.read()
+    return records
 
 
 def warmup(

@@ -23,6 +23,7 @@ constexpr bool WIDE = WIDTH_CAP > GATHER_WIDTH;
 constexpr bool PACKED_UP = WEAVE_PACKED_UP;     // hidden % 64 == 0: a stage of w13 is one TMA box
 constexpr bool PACKED_DOWN = WEAVE_PACKED_DOWN; // intermediate % 64 == 0: the same for w2 and the activations
 constexpr bool BIAS = WEAVE_BIAS;
+constexpr bool TRACE = WEAVE_TRACE;             // tasks leave records (trace.h)
 constexpr bool SPLIT_K = WEAVE_SPLIT_K;         // a stage may have several K ranges a tile
 static_assert(!(MANY && SPLIT_K), "a part that does not finish its tile stages nothing");
 
@@ -56,6 +57,7 @@ struct TaskSlot {
   u32 first_step, steps;  // ring stages
   u32 part, tile;   // with K ranges: which, and of which tile of the stage
   u32 unfinished;   // set by the consumers: another K range of the tile will finish it
+  u32 record;       // number of the block's task, where tasks leave records
 };
 
 using PlanIndex = u16;  // of a local plan
@@ -107,6 +109,8 @@ struct Launch {
   Shared shared;
   Knobs knobs;
   u64* stats;                // [workers][8] or null
+  void* trace;               // [workers][trace_tasks] TaskRecord, or null
+  u64* trace_clock;          // [workers][4]: device timer and SM clock at a block's start, and at its end
   u32* host_error;           // pinned word of the host that learns of an error
   u64 weight_hint, x_hint;
   u64 ring_limit_ns;
@@ -120,6 +124,7 @@ struct Launch {
   u32 hold_down;  // down weights wait for the gate_up tiles of their group
   u32 combine_tokens, combine_slices, slice;
   u32 max_rows;
+  u32 trace_tasks;  // records of a block; later tasks leave none
   u32 sort_chunks, chunk_slots;  // many tokens: the slots, cut for sorting; a multiple of top_k
   u32 ids_wide, weights_kind, valid_wide;  // weights_kind: 0 fp32, 1 bf16, 2 fp16
   float alpha, limit, up_offset;

@@ -6,6 +6,7 @@
 #pragma once
 #include "combine.h"
 #include "staging.h"
+#include "trace.h"
 #include "wgmma.h"
 
 namespace weave {
@@ -40,6 +41,7 @@ WEAVE_FN bool multiply(const Block& b, Cursor& ring, const TaskSlot& t, float (&
   for (u32 k = 0; k < t.steps; ++k) {
     // A failed wait does not leave the loop: with a product in flight that would make ptxas serialise them all.
     ok &= b.wait(&b.s.full[ring.slot], ring.phase);
+    if (TRACE && k == 0 && threadIdx.x == 0) mark(b, t.record, COMPUTE);
     // Rows read by token are ordinary writes. The fence names shared memory: one that covers device memory too was
     // measured to cost 6 to 19 percent of the layer.
     if (N <= GATHER_WIDTH && t.kind == GATE_UP) fence_async_proxy_shared();
@@ -232,6 +234,7 @@ WEAVE_FN bool run_tile(const Block& b, ConsumerState& state, const TaskSlot& t, 
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) d[i] = 0.f;
   if (!multiply<N>(b, state.ring, t, d, warpgroup, lane)) return false;
+  if (TRACE && threadIdx.x == 0) mark(b, t.record, STORE);
   if (SPLIT_K) {
     const Joined joined = join_parts<N>(b, state, t, lane, d);
     if (joined != LAST) return joined == NOT_LAST;  // another part will finish the tile
@@ -272,6 +275,7 @@ WEAVE_FN bool combine(const Block& b, const Plan<Index>& plan, const ExpertOf& e
       return false;
     }
     __syncwarp();  // a vote orders nothing: this carries each lane's acquire to the lanes that read the rows
+    if (TRACE && i == 0 && threadIdx.x == 0) mark(b, t.record, COMPUTE), mark(b, t.record, STORE);
     for (u32 f = begin + threadIdx.x / 32 * PIECE; f < end; f += CONSUMER_WARPS * PIECE) sum_rows(p, token, row, weight, f + lane * 8, end);
   }
   return true;
@@ -291,6 +295,7 @@ WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& e
     __syncwarp();
     if (lane == 0) barrier_arrive(&s.task_empty[slot]);
     if (t.kind == END) return;
+    if (TRACE && threadIdx.x == 0) mark(b, t.record, WAIT);
     const bool ok = !MANY && t.kind == COMBINE ? combine(b, plan, expert_of, t, lane)
                                                : run_width<WIDTH_CAP>(b, state, t, warpgroup, warp & 3, lane);
     if (!ok) {
@@ -368,6 +373,7 @@ WEAVE_FN void publish_finished(const Block& b) {
     } else if (kind == DOWN) {
       finish_down(b.p.shared, expert);
     }
+    if (TRACE) mark(b, s.task[ring_task.slot].record, FINISH);
     barrier_arrive(&s.task_empty[ring_task.slot]);
     ring_task.advance(TASK_RING);
   }

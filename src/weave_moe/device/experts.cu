@@ -65,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Everything above may run beside the end of the kernel before this one; nothing below.
   launch_dependents_may_start();
   wait_for_previous_launch();
+  if (threadIdx.x == 0) trace_clock(p, 0);
 
   u32 arrival = 0, error = OK;
   u64 ticket = 0;
@@ -127,6 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   if (s.aborted)
     for (int i = 0; i < 1000; ++i) __nanosleep(1000);  // loads may still be on their way into this shared memory
+  if (threadIdx.x == 0) trace_clock(p, 1);
   if (p.stats && threadIdx.x == 0) {
     p.stats[blockIdx.x * 8] = start;
     p.stats[blockIdx.x * 8 + 1] = nanoseconds();

@@ -1,7 +1,7 @@
 // The two producers of a block. The weight producer claims tasks and streams their weights; it does not wait for data
 // (except with hold_down), so weights run ahead of the dependencies. The activation producer waits for other tasks.
 #pragma once
-#include "config.h"
+#include "trace.h"
 
 namespace weave {
 
@@ -9,7 +9,7 @@ template <class Index>
 WEAVE_FN TaskSlot describe(const Launch& p, const Plan<Index>& plan, u32 stage, u32 index) {
   TaskSlot t;
   t.kind = stage;
-  t.unfinished = 0;
+  t.unfinished = t.record = 0;
   if (stage == COMBINE) {
     const u32 block = index / p.combine_slices;
     t.chunk = index - block * p.combine_slices;
@@ -77,6 +77,7 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
   ClaimCounts total = {0, 0, 0, 0, 0};
   bool ok = true, over = false;
   u64 raw = ticket;
+  u32 records = 0;
   for (u32 stage = 0; stage < (MANY ? COMBINE : STAGES) && ok; ++stage) {
     Stage st;
     st.tick = &p.shared.control->tick[stage];
@@ -100,7 +101,9 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
         break;
       }
       if (lanes.lane() == 0) {
-        const TaskSlot t = describe(p, plan, stage, index);
+        TaskSlot t = describe(p, plan, stage, index);
+        if (TRACE) t.record = records++;
+        begin_record(b, t, claimer.stolen_from);
         ok = b.wait(&b.s.task_empty[ring_task.slot], ring_task.phase);
         if (ok) {
           b.s.task[ring_task.slot] = t;
@@ -120,6 +123,7 @@ WEAVE_FN void produce_weights(const Block& b, const Plan<Index>& plan, u64 ticke
           if (!ok) break;
           u64* full = &b.s.full[ring.slot];
           barrier_arrive_expect(full, W_BYTES);
+          if (TRACE && k == 0) mark(b, t.record, LOAD);
           load_weights(b, t, b.w(ring.slot), full, k);
           ring.advance(b.stages);
         }

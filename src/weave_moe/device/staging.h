@@ -4,7 +4,7 @@
 // A slot holds 128 tokens x 32 elements of a gated tile (64 bytes a token, 64-byte swizzle) or 64 tokens x 64 elements
 // (128 bytes, 128-byte swizzle). Groups own as many rows as their width, so all of a slot is stored.
 #pragma once
-#include "config.h"
+#include "trace.h"
 
 namespace weave {
 
@@ -51,7 +51,7 @@ WEAVE_FN void store_staged(const Block& b, u32 warpgroup) {
   for (;;) {
     if (!b.wait(&s.task_full[ring_task.slot], ring_task.phase)) return;
     const u32 kind = s.task[ring_task.slot].kind, group = s.task[ring_task.slot].group, chunk = s.task[ring_task.slot].chunk;
-    const u32 width = s.task[ring_task.slot].width;
+    const u32 width = s.task[ring_task.slot].width, record = s.task[ring_task.slot].record;
     u32 row = s.task[ring_task.slot].row;
     barrier_arrive(&s.task_empty[ring_task.slot]);
     ring_task.advance(TASK_RING);
@@ -85,6 +85,7 @@ WEAVE_FN void store_staged(const Block& b, u32 warpgroup) {
       fence_async_proxy();  // read by TMA elsewhere
       finish_gate_up(b.p.shared, group);
     }
+    if (TRACE && warpgroup == 0) mark(b, record, FINISH);
   }
   tma_store_wait();
 }

@@ -90,6 +90,8 @@ class Launch(ctypes.Structure):
         ("shared", _Shared),
         ("knobs", _Knobs),
         ("stats", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
+        ("trace_clock", ctypes.c_void_p),
         ("host_error", ctypes.c_void_p),
         ("weight_hint", ctypes.c_uint64),
         ("x_hint", ctypes.c_uint64),
@@ -118,6 +120,7 @@ class Launch(ctypes.Structure):
                 "combine_slices",
                 "slice",
                 "max_rows",
+                "trace_tasks",
                 "sort_chunks",
                 "chunk_slots",
                 "ids_wide",
@@ -147,7 +150,8 @@ class KernelConfig:
     """What is fixed when the kernel is compiled.
 
     dtype: "bfloat16" or "float16".  activation: a kind of `Activation`.  clamp: it has a limit.
-    bias: either bias is given.  scale_x: the weight is on the input.
+    bias: either bias is given.  scale_x: the weight is on the input.  trace:
+    tasks leave records.
     packed_up, packed_down: hidden, intermediate are multiples
     of 64, so that one TMA box holds all columns of a stage.
     """
@@ -162,6 +166,7 @@ class KernelConfig:
     clamp: bool
     bias: bool
     scale_x: bool
+    trace: bool
     packed_up: bool
     packed_down: bool
 
@@ -175,6 +180,7 @@ class KernelConfig:
         clamp: bool,
         bias: bool,
         scale_x: bool = False,
+        trace: bool = False,
         hidden: int,
         intermediate: int,
     ) -> KernelConfig:
@@ -190,6 +196,7 @@ class KernelConfig:
             clamp,
             bias,
             scale_x,
+            trace,
             hidden % 64 == 0,
             intermediate % 64 == 0,
         )
@@ -209,6 +216,7 @@ class KernelConfig:
             "CLAMP": int(self.clamp),
             "BIAS": int(self.bias),
             "SCALE_X": int(self.scale_x),
+            "TRACE": int(self.trace),
             "PACKED_UP": int(self.packed_up),
             "PACKED_DOWN": int(self.packed_down),
             "SMEM_BYTES": CONTROL_BYTES,
