@@ -309,7 +309,7 @@ def test_python_has_the_launchs_fields_where_the_kernel_has_them() -> None:
 def layout(chosen: KernelConfig) -> dict[str, int]:
     """C++ expressions, and what Python takes them for."""
     columns = chosen.width_cap // 8
-    gathers = chosen.many or chosen.width_cap > GATHER_WIDTH
+    gathers = chosen.many or chosen.scale_x or chosen.width_cap > GATHER_WIDTH
     maps = 2 + columns + (columns if gathers else 1) + (8 if chosen.many else 2)
     found = {
         "sizeof(Maps)": maps * driver.TENSOR_MAP_BYTES,
@@ -326,7 +326,7 @@ def layout(chosen: KernelConfig) -> dict[str, int]:
         "PIECE": PIECE,
     }
     if not chosen.many:
-        return found | {"GATHER_WIDTH": GATHER_WIDTH}
+        return found | {"GATHER_WIDTH": 0 if chosen.scale_x else GATHER_WIDTH}
     return found | {
         "SORT_THREADS": SORT_THREADS,
         "COMBINE_WARPS": COMBINE_WARPS,
@@ -336,9 +336,9 @@ def layout(chosen: KernelConfig) -> dict[str, int]:
         # A box's columns are a warpgroup's elements, one swizzled row; a slot holds any box's rows.
         "TILE_M / 2 / WARPGROUPS": chosen.tile_m // 4,
         "TILE_M / WARPGROUPS": chosen.tile_m // 2,
-        "STAGING_SLOT_BYTES / SLOT_TOKENS_UP": 2 * (chosen.tile_m // 4),
-        "STAGING_SLOT_BYTES / SLOT_TOKENS_DOWN": 2 * (chosen.tile_m // 2),
-        "STORE_ROWS <= SLOT_TOKENS_DOWN && STORE_ROWS <= SLOT_TOKENS_UP": True,
+        "STAGING_SLOT_BYTES / SLOT_TOKENS_GATED": 2 * (chosen.tile_m // 4),
+        "STAGING_SLOT_BYTES / SLOT_TOKENS": 2 * (chosen.tile_m // 2),
+        "STORE_ROWS <= SLOT_TOKENS && STORE_ROWS <= SLOT_TOKENS_GATED": True,
         # Swizzles follow the address: no slot may begin within a pattern's 1,024 bytes.
         "STAGING_SLOT_BYTES % 1024": 0,
     }

@@ -57,6 +57,7 @@ def stages(draw: st.DrawFn) -> tuple[Dispenser, list[int], int]:
         steal=draw(st.sampled_from(["half", "one"])),
         min_steal=draw(st.integers(1, 3)),
         static_share=draw(st.integers(0, 100)),
+        batch=draw(st.sampled_from((1, 2, 4))),
     )
     firsts = [g * per_group for g in expert_group]
     dispenser = Dispenser(knobs, firsts[-1], draw(st.integers(1, 50)), firsts)
@@ -109,12 +110,14 @@ def test_core_and_mirror_find_the_same_task_at_every_index(
 
 @needs_cxx
 @settings(max_examples=200)
-@given(tasks=st.integers(0, 3000), workers=st.integers(1, 400))
-def test_core_and_mirror_deal_the_same_batches(probe: Probe, tasks: int, workers: int) -> None:
-    batches = schedule.make_batches(tasks, workers)
-    assert probe.batches(tasks, workers) == (batches, [batches.task(i) for i in range(tasks)])
+@given(tasks=st.integers(0, 3000), workers=st.integers(1, 400), most=st.sampled_from((1, 2, 4)))
+def test_core_and_mirror_deal_the_same_batches(
+    probe: Probe, tasks: int, workers: int, most: int
+) -> None:
+    batches = schedule.make_batches(tasks, workers, most)
+    assert probe.batches(tasks, workers, most) == (batches, [batches.task(i) for i in range(tasks)])
     tickets = tasks + 2 * workers
-    assert probe.windows(tasks, workers, tickets) == [
+    assert probe.windows(tasks, workers, tickets, most) == [
         batches.window(tasks, t) for t in range(tickets)
     ]
 
@@ -271,12 +274,13 @@ def test_tickets_hand_out_every_task_exactly_once(
     assert not dispenser.tasks_of(dispenser.tickets)
 
 
-@given(tasks=st.integers(0, 2000), workers=st.integers(1, 60))
-def test_a_batch_is_large_only_while_much_remains(tasks: int, workers: int) -> None:
-    batches, remaining, ticket = schedule.make_batches(tasks, workers), tasks, 0
+@given(tasks=st.integers(0, 2000), workers=st.integers(1, 60), most=st.sampled_from((1, 2, 4)))
+def test_a_batch_is_large_only_while_much_remains(tasks: int, workers: int, most: int) -> None:
+    batches, remaining, ticket = schedule.make_batches(tasks, workers, most), tasks, 0
     while remaining:
         if ticket % workers == 0:  # a round
             size = 4 if remaining >= 6 * workers else 2 if remaining >= 3 * workers else 1
+            size = min(size, most)
         lo, hi = batches.window(tasks, ticket)
         assert lo == tasks - remaining
         assert hi - lo == size
@@ -341,7 +345,7 @@ def test_numbers_outside_their_range_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("policy", "auto"), ("victim", "smallest"), ("steal", "all"), ("min_steal", 0),
-     ("static_share", 101), ("static_share", -1)],
+     ("static_share", 101), ("static_share", -1), ("batch", 3)],
 )  # fmt: skip
 def test_a_knob_outside_its_range_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name} must be .* got {value!r}"):

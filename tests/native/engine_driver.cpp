@@ -90,7 +90,7 @@ int main(int argc, char** argv) {
     c.b13_expert = up, c.b2_expert = c.hidden, c.weights_row = c.ids_row = c.top_k, c.out_row = c.hidden;
 
     WeaveOptions o = {};
-    o.workers = 1, o.policy = 0, o.min_steal = 1, o.static_share = 70, o.width_cap = 256;
+    o.workers = 1, o.policy = 0, o.min_steal = 1, o.static_share = 70, o.batch = 4, o.width_cap = 256;
     o.parts_up = 1 + r.below(2) * r.below(3), o.parts_down = 1 + r.below(2) * r.below(3);
     o.combine_tokens = 8;
     o.spin_limit = (uint32_t)std::atoi(argv[3]);
@@ -103,7 +103,7 @@ int main(int argc, char** argv) {
     }
     for (int again = 0; again < 4; ++again, ++launches) {
       o.workers = 1 + r.below(6), o.policy = r.below(6), o.victim = r.below(2), o.steal_one = r.below(2);
-      o.min_steal = 1 + r.below(2), o.static_share = r.below(101), o.combine_tokens = 1 + r.below(9), o.trace = r.below(2);
+      o.min_steal = 1 + r.below(2), o.static_share = r.below(101), o.batch = 1 << r.below(3), o.combine_tokens = 1 + r.below(9), o.trace = r.below(2);
       o.width_cap = r.below(2) ? 8 << r.below(3) : 64 + 16 * r.below(13);
       if (r.below(2)) weave_workspace_poison(shared);
       // The output may be the input itself: then a combine task that came too early would spoil what others still read.

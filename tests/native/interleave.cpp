@@ -88,7 +88,7 @@ Problem problem(u32 workers, u32 policy, std::vector<u32> expert_of, u32 experts
   p.top_k = 1, p.tokens = (u32)expert_of.size(), p.experts = experts, p.width_cap = 8;
   p.chunks_up = up, p.chunks_down = down, p.parts_up = parts_up, p.parts_down = parts_down;
   p.combine_tokens = p.tokens ? p.tokens : 1, p.workers = workers, p.prefetch = prefetch;
-  p.knobs = Knobs{policy, LARGEST, 0, 1, 50};
+  p.knobs = Knobs{policy, LARGEST, 0, 1, 50, 4};
   p.expert_of = expert_of;
   return p;
 }
@@ -153,7 +153,7 @@ int random_runs(u64 runs, u64 seed) {
                         1 + r.below(5), 1 + r.below(3), 1 + r.below(3), r.below(2));
     p.top_k = 1;
     p.knobs.victim = r.below(2), p.knobs.steal_one = r.below(2), p.knobs.min_steal = 1 + r.below(4) / 3;
-    p.knobs.static_share = r.below(101);
+    p.knobs.static_share = r.below(101), p.knobs.batch = 1u << r.below(3);
     p.combine_tokens = 1 + r.below(4);
     for (u32& e : p.expert_of) e = r.below(8) ? r.below(p.experts) : NONE;
     switch_in = 2 + r.below(12);

@@ -36,7 +36,7 @@ _GROUP = np.dtype(
 class _Knobs(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_uint32)
-        for name in ("policy", "victim", "steal_one", "min_steal", "static_share")
+        for name in ("policy", "victim", "steal_one", "min_steal", "static_share", "batch")
     ]
 
 
@@ -114,15 +114,15 @@ class Probe:
         self.lib.probe_tiles(_at(groups), chunks, parts, len(out), _at(out))
         return [Tile(*map(int, t)) for t in out]
 
-    def batches(self, tasks: int, workers: int) -> tuple[Batches, list[int]]:
+    def batches(self, tasks: int, workers: int, most: int = 4) -> tuple[Batches, list[int]]:
         """The rounds of a stealing stage, and the task at each position."""
         out, task_of = np.zeros(2, np.uint32), np.zeros(tasks, np.uint32)
-        self.lib.probe_batches(tasks, workers, _at(out), _at(task_of))
+        self.lib.probe_batches(tasks, workers, most, _at(out), _at(task_of))
         return Batches(workers, int(out[0]), int(out[1])), task_of.tolist()
 
-    def windows(self, tasks: int, workers: int, tickets: int) -> list[Span]:
+    def windows(self, tasks: int, workers: int, tickets: int, most: int = 4) -> list[Span]:
         out = np.zeros((tickets, 2), np.uint32)
-        self.lib.probe_windows(tasks, workers, tickets, _at(out))
+        self.lib.probe_windows(tasks, workers, most, tickets, _at(out))
         return [Span(*map(int, s)) for s in out]
 
     def ticket(
@@ -132,7 +132,8 @@ class Probe:
         out, exhausted = np.zeros(dispenser.tasks, np.uint32), ctypes.c_uint32()
         bounds = np.asarray(expert_group, np.uint32)
         count = self.lib.probe_ticket(
-            POLICY_CODES[dispenser.knobs.policy], dispenser.knobs.static_share, dispenser.tasks,
+            POLICY_CODES[dispenser.knobs.policy], dispenser.knobs.static_share,
+            dispenser.knobs.batch, dispenser.tasks,
             dispenser.workers, len(bounds) - 1, _at(bounds), tasks_per_group, ticket, _at(out),
             ctypes.byref(exhausted),
         )  # fmt: skip
@@ -152,7 +153,7 @@ class Probe:
         bounds, turns = np.asarray(expert_group, np.uint32), np.asarray(order, np.uint32)
         c = _Knobs(
             POLICY_CODES[knobs.policy], VICTIM_CODES[knobs.victim], knobs.steal == "one",
-            knobs.min_steal, knobs.static_share,
+            knobs.min_steal, knobs.static_share, knobs.batch,
         )  # fmt: skip
         wrong = self.lib.probe_interleave(
             ctypes.byref(c), tasks, workers, len(bounds) - 1, _at(bounds), tasks_per_group,

@@ -65,25 +65,25 @@ void probe_tiles(const Group* groups, u32 chunks, u32 parts, u32 tasks, Tile* ou
 }
 
 // out: fours, twos; task_of [tasks].
-void probe_batches(u32 tasks, u32 workers, u32* out, u32* task_of) {
-  const Batches b = make_batches(tasks, workers);
+void probe_batches(u32 tasks, u32 workers, u32 most, u32* out, u32* task_of) {
+  const Batches b = make_batches(tasks, workers, most);
   out[0] = b.fours;
   out[1] = b.twos;
   for (u32 i = 0; i < tasks; ++i) task_of[i] = batch_task(b, i);
 }
-void probe_windows(u32 tasks, u32 workers, u32 tickets, Span* out) {
-  const Batches b = make_batches(tasks, workers);
+void probe_windows(u32 tasks, u32 workers, u32 most, u32 tickets, Span* out) {
+  const Batches b = make_batches(tasks, workers, most);
   for (u32 i = 0; i < tickets; ++i) out[i] = batch_window(b, tasks, i);
 }
 
 // What the taker of `ticket` runs, alone: fills out [tasks], returns their number; *exhausted: no ticket follows.
-u32 probe_ticket(u32 policy, u32 share, u32 tasks, u32 workers, u32 experts, const u32* expert_group, u32 tasks_per_group,
+u32 probe_ticket(u32 policy, u32 share, u32 batch, u32 tasks, u32 workers, u32 experts, const u32* expert_group, u32 tasks_per_group,
                  u32 ticket, u32* out, u32* exhausted) {
   u64 tick = ticket;
   std::vector<u64> queue(workers);
   Claimer c;
   c.begin(Stage{&tick, queue.data(), tasks, workers, expert_group, experts, tasks_per_group},
-          Knobs{policy, LARGEST, 0, 1, share}, ticket % workers);
+          Knobs{policy, LARGEST, 0, 1, share, batch}, ticket % workers);
   u32 count = 0;
   for (bool first = true;; first = false) {
     const u32 task = c.resolve(c.issue());

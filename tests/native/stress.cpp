@@ -48,7 +48,7 @@ Problem random_problem(Rng& r, i64 policy) {
   p.combine_tokens = 1 + r.below(9);
   p.workers = 1 + r.below(LIMITS.workers);
   p.prefetch = r.below(2);
-  p.knobs = Knobs{policy < 0 ? r.below(6) : (u32)policy, r.below(2), r.below(2), 1 + r.below(3) / 2, r.below(101)};
+  p.knobs = Knobs{policy < 0 ? r.below(6) : (u32)policy, r.below(2), r.below(2), 1 + r.below(3) / 2, r.below(101), 1u << r.below(3)};
   const u32 hot = r.below(p.experts), skew = r.below(4), skip = r.below(3) ? 0 : r.below(20);
   p.expert_of.resize(p.slots());
   for (u32& e : p.expert_of) e = r.below(100) < skip ? NONE : r.below(4) < skew ? hot : r.below(p.experts);

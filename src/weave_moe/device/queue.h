@@ -37,6 +37,7 @@ struct Knobs {
   u32 steal_one;     // 0: half of the victim's window; 1: one task
   u32 min_steal;     // skip victims with fewer tasks than this (at least 1)
   u32 static_share;  // STATIC_TAIL: percent of the tasks in static lists
+  u32 batch;         // STEAL: most tasks of a ticket, 1, 2 or 4
 };
 
 struct Stage {
@@ -62,12 +63,12 @@ WEAVE_FN bool window_empty(u64 w) { return window_lo(w) >= window_hi(w); }
 struct Batches {
   u32 workers, fours, twos;  // rounds of each size; single tasks after them
 };
-WEAVE_FN Batches make_batches(u32 tasks, u32 workers) {
+WEAVE_FN Batches make_batches(u32 tasks, u32 workers, u32 most) {
   Batches b;
   b.workers = workers;
-  b.fours = tasks >= 6 * workers ? (tasks - 6 * workers) / (4 * workers) + 1 : 0;
+  b.fours = most >= 4 && tasks >= 6 * workers ? (tasks - 6 * workers) / (4 * workers) + 1 : 0;
   const u32 rest = tasks - 4 * workers * b.fours;
-  b.twos = rest >= 3 * workers ? (rest - 3 * workers) / (2 * workers) + 1 : 0;
+  b.twos = most >= 2 && rest >= 3 * workers ? (rest - 3 * workers) / (2 * workers) + 1 : 0;
   return b;
 }
 struct Span {
@@ -148,7 +149,7 @@ struct Claimer {
     stage = s;
     knobs = k;
     worker = me;
-    batches = make_batches(s.tasks, s.workers);
+    batches = make_batches(s.tasks, s.workers, k.batch);
     own = 0;  // the word itself is empty: its last user drained it
     run = Run{0, 0, 0};
     list = 0;

@@ -206,7 +206,7 @@ class Worker {
   // Every task of a stage that this worker gets. False: the launch has failed, so drain.
   bool stage(u32 kind) {
     Knobs knobs = {(u32)l.options.policy, (u32)l.options.victim, (u32)l.options.steal_one, (u32)l.options.min_steal,
-                   (u32)l.options.static_share};
+                   (u32)l.options.static_share, (u32)l.options.batch};
     Stage s = {};
     s.tick = &l.shared.control->tick[kind];
     s.queue = l.shared.queue + kind * l.shared.workers;
@@ -484,7 +484,7 @@ bool valid_call(const WeaveCall& c) {
 bool valid_options(const WeaveOptions& o) {
   return o.workers >= 1 && o.workers <= 1 << 20 && o.policy >= (int)COUNTER && o.policy <= (int)WINDOW &&
          (o.victim == (int)LARGEST || o.victim == (int)RANDOM) && o.min_steal >= 1 && o.static_share >= 0 &&
-         o.static_share <= 100 && o.width_cap >= 8 && o.width_cap <= 256 && o.width_cap % 8 == 0 &&
+         o.static_share <= 100 && (o.batch == 1 || o.batch == 2 || o.batch == 4) && o.width_cap >= 8 && o.width_cap <= 256 && o.width_cap % 8 == 0 &&
          (o.width_cap < 64 || o.width_cap % 16 == 0) && o.parts_up >= 1 && o.parts_up <= 64 && o.parts_down >= 1 &&
          o.parts_down <= 64 && o.combine_tokens >= 1;
 }

@@ -62,6 +62,7 @@ typedef struct WeaveOptions {
   int32_t steal_one;      /* 0: half of the victim's window; 1: one task */
   int32_t min_steal;      /* at least 1 */
   int32_t static_share;   /* 0 .. 100, percent */
+  int32_t batch;          /* 1, 2 or 4 */
   int32_t width_cap;      /* 8 .. 256, a multiple of 8, of 16 from 64 up */
   int32_t parts_up, parts_down; /* K ranges of a tile, 1 .. 64 */
   int32_t combine_tokens; /* tokens of a combine task, at least 1 */

@@ -62,7 +62,10 @@ class _Call(ctypes.Structure):
 class _Options(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("workers", "policy", "victim", "steal_one", "min_steal")),
-        *((name, c_int32) for name in ("static_share", "width_cap", "parts_up", "parts_down")),
+        *(
+            (name, c_int32)
+            for name in ("static_share", "batch", "width_cap", "parts_up", "parts_down")
+        ),
         *((name, c_int32) for name in ("combine_tokens", "trace")),
         ("spin_limit", c_uint32),
     )
@@ -222,6 +225,7 @@ def _options(workspace: Workspace, policy: str) -> _Options:
         steal_one=workspace.steal == "one",
         min_steal=workspace.min_steal,
         static_share=workspace.static_share,
+        batch=workspace.batch,
         width_cap=workspace.width_cap,
         parts_up=workspace.parts_up,
         parts_down=workspace.parts_down,

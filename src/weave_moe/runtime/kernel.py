@@ -60,7 +60,7 @@ class _Shared(ctypes.Structure):
 class _Knobs(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_uint32)
-        for name in ("policy", "victim", "steal_one", "min_steal", "static_share")
+        for name in ("policy", "victim", "steal_one", "min_steal", "static_share", "batch")
     ]
 
 

@@ -40,6 +40,7 @@ class Knobs:
         steal: "half" of the victim's window, or "one" task.
         min_steal: victims with fewer tasks than this are skipped; at least 1.
         static_share: percent of a stage's tasks that static_tail puts into lists, 0 .. 100.
+        batch: most tasks that a ticket of steal is worth: 1, 2 or 4.
 
     Raises:
         ValueError: a value outside those.
@@ -50,6 +51,7 @@ class Knobs:
     steal: str = "half"
     min_steal: int = 1
     static_share: int = 70
+    batch: int = 4
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -65,6 +67,8 @@ class Knobs:
             raise ValueError(f"min_steal must be at least 1, got {self.min_steal}")
         if not 0 <= self.static_share <= 100:
             raise ValueError(f"static_share must be 0 .. 100 (percent), got {self.static_share}")
+        if self.batch not in (1, 2, 4):
+            raise ValueError(f"batch must be 1, 2 or 4, got {self.batch}")
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ class Dispenser:
             len(self.expert_task) < 2 or self.expert_task[-1] != self.tasks
         ):
             raise ValueError("expert_task must have experts + 1 entries and end with tasks")
-        object.__setattr__(self, "batches", make_batches(self.tasks, self.workers))
+        object.__setattr__(
+            self, "batches", make_batches(self.tasks, self.workers, self.knobs.batch)
+        )
 
     @property
     def stealing(self) -> bool:

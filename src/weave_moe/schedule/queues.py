@@ -100,9 +100,13 @@ class Batches(NamedTuple):
         return start + round_ * size * self.workers + ticket + place * self.workers
 
 
-def make_batches(tasks: int, workers: int) -> Batches:
-    """The batches of a stage of `tasks` tasks for `workers` workers (at least 1)."""
-    fours = (tasks - 6 * workers) // (4 * workers) + 1 if tasks >= 6 * workers else 0
+def make_batches(tasks: int, workers: int, most: int = 4) -> Batches:
+    """The batches of a stage of `tasks` tasks for `workers` workers (at least 1), of at most `most`
+    tasks a ticket (1, 2 or 4)."""
+    fours = twos = 0
+    if most >= 4 and tasks >= 6 * workers:
+        fours = (tasks - 6 * workers) // (4 * workers) + 1
     rest = tasks - 4 * workers * fours
-    twos = (rest - 3 * workers) // (2 * workers) + 1 if rest >= 3 * workers else 0
+    if most >= 2 and rest >= 3 * workers:
+        twos = (rest - 3 * workers) // (2 * workers) + 1
     return Batches(workers, fours, twos)

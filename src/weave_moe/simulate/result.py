@@ -114,7 +114,7 @@ def run_workload(
     """`simulate` for a workload that is there already."""
     base = knobs or Knobs()
     name = "steal" if policy == "auto" else policy
-    its = Knobs(name, base.victim, base.steal, base.min_steal, base.static_share)
+    its = Knobs(name, base.victim, base.steal, base.min_steal, base.static_share, base.batch)
     launch = Launch(work, chosen, its, held=held, slow=slow, trace=trace)
     makespan = launch.run()
     ran = [w for w in launch.workers if w.left]
