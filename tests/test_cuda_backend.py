@@ -515,6 +515,16 @@ def test_policies_have_the_numbers_of_the_core(recorder: Recorder, policy: str) 
     assert p.knobs.policy == POLICY_CODES[policy]
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 17, 40, FEW_TOKENS + 1])
+def test_auto_is_the_plans_policy(recorder: Recorder, tokens: int) -> None:
+    from weave_moe.schedule import POLICY_CODES
+
+    p = recorder.run(bf16_case(tokens))[0].p
+    plan = choose_kernel(tokens=tokens, top_k=2, experts=4, hidden=64)
+    assert p.knobs.policy == POLICY_CODES[plan.policy]
+    assert plan.policy == ("counter" if tokens <= 16 else "steal")
+
+
 def test_slabs_follow_each_other_through_every_tensor(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,6 @@ SLAB_BYTES: Final = 2 << 30
 """Most tokens, and about the most bytes of rows, of one launch: larger calls run slab by slab in
 the same buffers."""
 
-_DEFAULT_POLICY: Final = "steal"  # level with the counter, 2 % ahead of static lists (README)
 _SPIN_LIMIT: Final = 8_000_000  # about 4 s of polling
 _RING_LIMIT_NS: Final = 20_000_000_000
 _EVICT_FIRST: Final = 0x12F0000000000000
@@ -412,7 +411,7 @@ def _launch(
     shared.workers, shared.max_groups, shared.experts = workers, needs.groups, s.experts
     shared.spin_limit = getattr(call.workspace, "_spin_limit", _SPIN_LIMIT)
     knobs = p.knobs
-    policy = _DEFAULT_POLICY if call.policy == "auto" else call.policy
+    policy = plan.policy if call.policy == "auto" else call.policy
     knobs.policy = POLICY_CODES[policy]
     knobs.victim = VICTIM_CODES[getattr(call.workspace, "victim", "largest")]
     knobs.steal_one = int(getattr(call.workspace, "steal", "half") == "one")

@@ -53,6 +53,7 @@ class KernelPlan:
     hold_down: down weights wait for their group's gate_up tiles, like its activations.
     parts_up, parts_down: K ranges of a tile, whose sums the last to finish adds in order. They are
     part of a result's bits, so they must not depend on the number of tokens.
+    policy: what "auto" is.
     reasons: one line for each choice.
     """
 
@@ -66,6 +67,7 @@ class KernelPlan:
     hold_down: bool = False
     parts_up: int = 1
     parts_down: int = 1
+    policy: str = "steal"
     reasons: tuple[str, ...] = ()
 
     @property
@@ -155,6 +157,10 @@ def choose_kernel(
         reasons.append(
             "down weights after gate_up: T=1 30.6 us against 31.5 (T=2: 46.0 against 44.9)"
         )
+    policy = "steal"
+    if tile_m == 64:
+        policy = "counter"
+        reasons.append("one counter for so few tasks: T=1 29.3 us against 29.9 with queues")
     if cap > GATHER_WIDTH:
         reasons.append(
             f"rows of groups wider than {GATHER_WIDTH} are gathered first (read by token, 64 rows "
@@ -174,6 +180,7 @@ def choose_kernel(
         combine_tokens,
         piece,
         hold_down=tokens == 1,
+        policy=policy,
         reasons=tuple(reasons),
     )
 

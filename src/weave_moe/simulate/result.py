@@ -81,7 +81,7 @@ def simulate(
         shape: the layer; bfloat16 or float16.
         topk_ids: [T, k] integers, the expert of each slot; -1 or >= E is skipped. Anything that
             numpy takes; `deal_counts` makes one from tokens an expert.
-        policy: a name of `schedule.POLICY_CODES`, or "auto" (which is "steal").
+        policy: a name of `schedule.POLICY_CODES`, or "auto" (the kernel's own choice).
         machine: a name of `MACHINES`, a JSON file, or a `Machine`.
         held: SMs that a neighbour keeps for the whole launch.
         slow: SM -> microseconds that each ring stage takes it longer.
@@ -113,7 +113,7 @@ def run_workload(
 ) -> Simulated:
     """`simulate` for a workload that is there already."""
     base = knobs or Knobs()
-    name = "steal" if policy == "auto" else policy
+    name = work.kernel.policy if policy == "auto" else policy
     its = Knobs(name, base.victim, base.steal, base.min_steal, base.static_share, base.batch)
     launch = Launch(work, chosen, its, held=held, slow=slow, trace=trace)
     makespan = launch.run()
