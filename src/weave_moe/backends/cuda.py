@@ -420,6 +420,7 @@ def _launch(
     knobs.batch = getattr(call.workspace, "batch", 4)
     p.host_error = pool.error.data_ptr()
     p.weight_hint = _EVICT_FIRST if tokens < _HINT_NORMAL_TOKENS else _EVICT_NORMAL
+    p.hot_hint = getattr(call.workspace, "_hot_hint", p.weight_hint)
     p.x_hint = _EVICT_NORMAL if plan.many else _EVICT_LAST
     p.ring_limit_ns = _RING_LIMIT_NS
     p.ring_bytes = plan.ring_bytes

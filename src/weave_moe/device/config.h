@@ -58,6 +58,7 @@ struct TaskSlot {
   u32 part, tile;   // with K ranges: which, and of which tile of the stage
   u32 unfinished;   // set by the consumers: another K range of the tile will finish it
   u32 record;       // number of the block's task, where tasks leave records
+  u32 siblings;     // groups of the task's expert
 };
 
 using PlanIndex = u16;  // of a local plan
@@ -112,7 +113,7 @@ struct Launch {
   void* trace;               // [workers][trace_tasks] TaskRecord, or null
   u64* trace_clock;          // [workers][4]: device timer and SM clock at a block's start, and at its end
   u32* host_error;           // pinned word of the host that learns of an error
-  u64 weight_hint, x_hint;
+  u64 weight_hint, hot_hint, x_hint;  // of L2; hot: weights that several groups of the launch read
   u64 ring_limit_ns;
   i64 x_pitch;
   i64 valid_offset;          // of this launch's first token, within the tokens that `valid` counts

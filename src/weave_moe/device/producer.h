@@ -15,7 +15,7 @@ WEAVE_FN TaskSlot describe(const Launch& p, const Plan<Index>& plan, u32 stage, 
     t.chunk = index - block * p.combine_slices;
     t.row = block * p.combine_tokens;
     t.tokens = p.tokens - t.row < p.combine_tokens ? p.tokens - t.row : p.combine_tokens;
-    t.width = t.expert = t.group = t.first_step = t.steps = t.part = t.tile = 0;
+    t.siblings = t.width = t.expert = t.group = t.first_step = t.steps = t.part = t.tile = 0;
     return t;
   }
   const u32 chunks = stage == GATE_UP ? p.chunks_up : p.chunks_down;
@@ -27,6 +27,7 @@ WEAVE_FN TaskSlot describe(const Launch& p, const Plan<Index>& plan, u32 stage, 
   t.expert = g.expert;
   t.row = g.row;
   t.tokens = g.tokens;
+  t.siblings = g.siblings;
   t.width = group_width(g.tokens);
   const u32 steps = div_up(stage == GATE_UP ? p.hidden : p.intermediate, TILE_K);
   t.part = tile.part;
@@ -38,7 +39,7 @@ WEAVE_FN TaskSlot describe(const Launch& p, const Plan<Index>& plan, u32 stage, 
 
 WEAVE_FN void load_weights(const Block& b, const TaskSlot& t, u32 dst, u64* bar, u32 step) {
   step += t.first_step;
-  const u64 hint = b.p.weight_hint;
+  const u64 hint = t.siblings > 1 ? b.p.hot_hint : b.p.weight_hint;
   if (t.kind == GATE_UP) {
     // Gated: blocks of 8 rows, gate and up in turn, so that a thread of the consumer holds both halves of an element.
     const int block = t.expert * b.p.up_blocks + t.chunk * (UP_ELEMENTS / 8);

@@ -94,6 +94,7 @@ class Launch(ctypes.Structure):
         ("trace_clock", ctypes.c_void_p),
         ("host_error", ctypes.c_void_p),
         ("weight_hint", ctypes.c_uint64),
+        ("hot_hint", ctypes.c_uint64),
         ("x_hint", ctypes.c_uint64),
         ("ring_limit_ns", ctypes.c_uint64),
         ("x_pitch", ctypes.c_int64),

@@ -17,7 +17,7 @@ __all__ = ["KernelPlan", "choose_kernel", "local_plan_bytes"]
 SHARED_BYTES: Final = 232_448
 """Dynamic shared memory a block may have on sm_90."""
 
-CONTROL_BYTES: Final = 52 * 4 + 8 * (2 * 16 + 3 * 4 + 2 * 2 * 2 + 1) + 24
+CONTROL_BYTES: Final = 56 * 4 + 8 * (2 * 16 + 3 * 4 + 2 * 2 * 2 + 1) + 24
 """Of tasks, barriers and the plan's totals: `sizeof(Smem)` in device/config.h."""
 
 FEW_TOKENS: Final = 256
