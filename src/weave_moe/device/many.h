@@ -210,7 +210,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_WARPS * 32) weave_combine(c
   const u32 token = (u32)(unit / pieces), f = (u32)(unit - (u64)token * pieces) * PIECE + lane * 8;
   if (token >= p.tokens) return;
   const u32 slot = token * p.top_k + lane;
-  const u32 row = lane < p.top_k ? p.plan.slot_row[slot] : NONE;
+  u32 row = lane < p.top_k ? p.plan.slot_row[slot] : NONE;
+  if (row >= p.max_rows) row = NONE;  // skipped, or another launch is writing its plan over ours
   const float weight = row != NONE ? combine_weight(p, slot) : 0.f;
   if (failed(p.shared.control)) {  // a launch before this one gave up
     if (f < p.hidden) *(uint4*)((u16*)p.out + (u64)token * p.hidden + f) = make_uint4(~0u, ~0u, ~0u, ~0u);
