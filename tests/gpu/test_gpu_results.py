@@ -322,6 +322,28 @@ def test_a_sum_and_its_residual_are_rounded_once(s: LayerShape, tokens: int) -> 
     assert torch.equal(case.run(residual=nothing), rounded)
 
 
+expect(shape(512, 192, 16, 1), RESIDUAL_TOKENS)
+
+
+@pytest.mark.parametrize("tokens", RESIDUAL_TOKENS[1:])
+def test_a_residual_is_added_after_the_last_slot(tokens: int) -> None:
+    case = make(SMALL, tokens)
+    _, _, _, weights, ids = case.args
+    # Powers of two: then a weight times a row is exact, fused with the addition or not. Far apart, so
+    # that sums are not.
+    weights = torch.exp2((4 * weights.log2()).round())
+    case = case.with_(weights=weights)
+    total = torch.zeros_like(case.args[0], dtype=torch.float32)
+    for j in range(SMALL.top_k):
+        weight = weights[:, j : j + 1]
+        row = case.with_(ids=ids[:, j : j + 1], weights=torch.ones_like(weight)).run()
+        total = total + weight * row.float()
+    rounded = total.bfloat16()
+    assert same_bits(case.run(), rounded)
+    # What is left of a sum shows its last bits, and with them the order.
+    assert same_bits(case.run(residual=-rounded), (total - rounded.float()).bfloat16())
+
+
 @pytest.mark.parametrize("count_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("tokens", RESIDUAL_TOKENS[1:])
 def test_rows_past_the_valid_ones_are_the_residuals(tokens: int, count_dtype: torch.dtype) -> None:
@@ -352,6 +374,23 @@ def test_residuals_in_place(s: LayerShape, tokens: int) -> None:
     # A second time adds a second time.
     again = case.run(residual=into, out=into)
     assert same_bits(again, check(case.with_(residual=want)))
+
+
+@pytest.mark.parametrize("tokens", RESIDUAL_TOKENS[1:])
+def test_residuals_in_place_in_a_graph(gpu: torch.device, tokens: int) -> None:
+    case = make(SMALL, tokens, residual=True)
+    residual = case.options["residual"]
+    into = residual.clone()
+    once = check(case)
+    twice = check(case.with_(residual=once))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.run(residual=into, out=into)
+    for _ in range(3):
+        into.copy_(residual)
+        for want in (once, twice):
+            graph.replay()
+            assert same_bits(into, want)
 
 
 @pytest.mark.parametrize("tokens", RESIDUAL_TOKENS[1:])
