@@ -140,6 +140,7 @@ def experts_case(
     weight_on_input: bool = False,
     mapped: bool = False,
     valid: int | None = None,
+    residual: bool = False,
     seed: int = 0,
 ) -> Case:
     """A call with outputs of about 1.
@@ -179,6 +180,8 @@ def experts_case(
         weights.to(weight_dtype),
         ids.to(id_dtype),
     )
+    if residual:
+        options["residual"] = noise(tokens, hidden)
     return Case(args, options)
 
 
@@ -203,6 +206,7 @@ def experts_cases(draw: st.DrawFn, max_size: int = 33, max_tokens: int = 40) -> 
         weight_on_input=draw(st.booleans()),
         mapped=draw(st.booleans()),
         valid=draw(st.none() | st.integers(-1, tokens + 1)),
+        residual=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
     )
 
@@ -230,7 +234,8 @@ def naive(case: Case, *, rounding: bool = False) -> tuple[Tensor, Tensor]:
     """The case slot by slot in float64: (y, magnitude), both float64 [T, H].
 
     Shares no code with the package. rounding: round where `ExpertsCall` says so. magnitude is the
-    sum of the absolute values of the products behind each element, which errors scale with.
+    sum of the absolute values of the products behind each element, and of the residual, which
+    errors scale with.
     """
     x, w13, w2, weights, ids = case.args
     options = case.options
@@ -269,6 +274,9 @@ def naive(case: Case, *, rounding: bool = False) -> tuple[Tensor, Tensor]:
                 out = rounded(out)
             y[t] += weight * out
             magnitude[t] += weight.abs() * size
+    residual = options.get("residual")
+    if residual is not None:
+        y, magnitude = y + residual.double(), magnitude + residual.double().abs()
     return rounded(y), magnitude
 
 
@@ -279,8 +287,10 @@ def assert_close(got: Tensor, case: Case, factor: float = 1.0) -> None:
     assert got.dtype == case.x.dtype
     error = (got.double() - want).abs()
     allowed = factor * TOLERANCE[got.dtype] * (magnitude + 0.5)
-    # Rows without slots have no magnitude, and must be zero to the bit.
-    allowed[magnitude.sum(dim=1) == 0] = 0.0
+    # Rows without slots have no magnitude of their own, and must be exactly zero or the residual's.
+    alone = case.options.get("residual")
+    alone = torch.zeros_like(magnitude) if alone is None else alone.double().abs()
+    allowed[(magnitude == alone).all(dim=1)] = 0.0
     bad = ~(error <= allowed)
     assert not bad.any(), (
         f"{int(bad.sum())} of {bad.numel()} elements off, rows {bad.any(dim=1).nonzero().flatten()}"

@@ -540,9 +540,32 @@ def test_slabs_follow_each_other_through_every_tensor(
         assert p.ids - first.ids == number * 16 * 2 * 8
         assert p.weights - first.weights == number * 16 * 2 * 2
         assert p.valid == first.valid
+        assert p.residual is None
 
 
-@pytest.mark.parametrize("name", ["x", "out"])
+def test_a_residual_follows_the_slabs_and_may_be_the_output(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "SLAB_TOKENS", 16)
+    case = bf16_case(37, residual=True)
+    into = case.options["residual"]
+    for number, launch in enumerate(recorder.run(case.with_(out=into))):
+        assert launch.p.residual == launch.p.out == into.data_ptr() + number * 16 * 64 * 2
+    strided = torch.zeros(64, 37, dtype=into.dtype).t()
+    launches = recorder.run(case.with_(residual=strided, out=into))
+    held = [launch.p.residual - number * 16 * 64 * 2 for number, launch in enumerate(launches)]
+    assert len(set(held)) == 1
+    assert held[0] not in (strided.data_ptr(), into.data_ptr())
+
+
+def test_every_launch_of_a_call_has_its_residual(recorder: Recorder) -> None:
+    case = bf16_case(FEW_TOKENS + 1, residual=True)
+    recorder.run(case)
+    assert [launch.name for launch in recorder.all] == ["sort", "experts", "combine"]
+    assert {launch.p.residual for launch in recorder.all} == {case.options["residual"].data_ptr()}
+
+
+@pytest.mark.parametrize("name", ["x", "out", "residual"])
 def test_rows_that_do_not_start_at_16_bytes(recorder: Recorder, name: str) -> None:
     # Views are contiguous and may start anywhere; the kernel copies 16 bytes at a time.
     case = bf16_case()
@@ -555,6 +578,8 @@ def test_rows_that_do_not_start_at_16_bytes(recorder: Recorder, name: str) -> No
         p = recorder.run(call)[0].p
         assert p.x % 16 == 0
         assert p.out % 16 == 0
+        assert (p.residual or 0) % 16 == 0
+        assert bool(p.residual) == (name == "residual")
 
 
 def box_of(

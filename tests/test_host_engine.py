@@ -146,6 +146,7 @@ def large_cases(draw: st.DrawFn) -> Case:
         routing=draw(st.sampled_from(sorted(ROUTINGS))),
         activation=draw(st.sampled_from(("silu", "relu2", "swiglu_oai"))),
         biases=draw(st.booleans()),
+        residual=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
     )
 
@@ -257,6 +258,11 @@ def test_roundings_are_where_the_contract_has_them() -> None:
     rows = [[1.0]] * 3
     assert crafted(fp32, [1.0], rows, rows, [2.0**24, 1.0, -(2.0**24)]) == 0.0
     assert crafted(fp32, [1.0], rows, rows, [2.0**24, -(2.0**24), 1.0]) == 1.0
+    # A residual comes after the last of them, and before the only rounding.
+    last = {"residual": torch.tensor([[-(2.0**24)]])}
+    assert crafted(fp32, [1.0], rows[:2], rows[:2], [2.0**24, 1.0], **last) == 0.0
+    tie = {"residual": torch.tensor([[2.0**-8]]).to(bf16)}
+    assert crafted(bf16, [1.0], one, one, [1.0, 2.0**-8], **tie) == 1 + 2.0**-7
     # A weight times a row is rounded before it is added.
     third, square = 1 / 3, float(torch.tensor(1 / 3) * torch.tensor(1 / 3))
     assert crafted(fp32, [1.0], one, [[third], [1.0]], [third, -square]) == 0.0
@@ -668,7 +674,7 @@ def test_min_steal_leaves_small_queues_alone() -> None:
 @given(st.integers(1, 300), st.integers(1, 50))
 @settings(max_examples=10)
 def test_slabs_are_one_run(tokens: int, per_slab: int) -> None:
-    case = experts_case(tokens, 24, 70, 5, 2, valid=tokens * 2 // 3)
+    case = experts_case(tokens, 24, 70, 5, 2, valid=tokens * 2 // 3, residual=tokens % 2 == 0)
     whole = Workspace(2)
     want = run(case, workspace=whole)
     shape = case.call().shape

@@ -110,6 +110,7 @@ class TestMoeLayer:
         shared = shared_of(case, data.draw(st.integers(1, 20)), gated=data.draw(st.booleans()))
         experts = global_experts(case)
         tensors, options = layer_arguments(case)
+        options = dict(options)
         logits = torch.randn(case.x.size(0), experts, generator=generator(1))
         config = RoutingConfig(1, renormalize=True, scaling_factor=2.5)
         y, weights, ids = moe_layer(
@@ -121,6 +122,7 @@ class TestMoeLayer:
             backend=backend,
             **options,
         )
+        residual = options.pop("residual", None)
         routed = fused_experts(*tensors, weights, ids, backend=backend, **options)
         gate = torch.ones(case.x.size(0), 1)
         if shared.gate is not None:
@@ -136,7 +138,10 @@ class TestMoeLayer:
             num_valid_tokens=options.get("num_valid_tokens"),
             backend=backend,
         )
-        assert torch.equal(y, (routed.float() + extra.float()).to(y.dtype))
+        want = routed.float() + extra.float()
+        if residual is not None:
+            want = want + residual.float()
+        assert torch.equal(y, want.to(y.dtype))
 
     @given(case=experts_cases(max_size=20, max_tokens=12))
     def test_every_backend_gives_the_reference_within_rounding(
@@ -177,6 +182,31 @@ class TestMoeLayer:
         assert torch.equal(y[5:], torch.zeros(3, 16))
         assert y[:5].isfinite().all()
         assert y[:5].abs().sum() > 0
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_a_residual_is_added_last_and_in_place(
+        self, shared: bool, dtype: torch.dtype, backend: str
+    ) -> None:
+        case = experts_case(8, dtype=dtype, valid=5, residual=True)
+        residual = case.options.pop("residual")
+        layer: dict[str, Any] = {
+            "routing": RoutingConfig(2),
+            "router_logits": torch.randn(8, 4, generator=generator(4)),
+            "shared": shared_of(case, 5, gated=True) if shared else None,
+            "backend": backend,
+            **case.options,
+        }
+        into = residual.clone()
+        got = moe_layer(*case.args[:3], residual=into, out=into, **layer)
+        assert got is into
+        assert torch.equal(got, moe_layer(*case.args[:3], residual=residual, **layer))
+        assert torch.equal(got[5:], residual[5:])
+        # Less its rounded value the sum leaves what the rounding took.
+        without = moe_layer(*case.args[:3], **layer)
+        left = moe_layer(*case.args[:3], residual=-without, **layer)
+        assert (left.abs() <= without.abs() * 2.0**-8).all()
+        assert bool(left.any()) == (dtype is not torch.float32)
 
     def test_a_weight_on_the_input_is_for_routed_experts_only(self, backend: str) -> None:
         case = experts_case(8, weight_on_input=True)
@@ -237,6 +267,8 @@ class TestMoeLayer:
             ({"policy": "fast"}, ValueError, "^policy must be one of"),
             ({"b2": torch.zeros(4, 15)}, ValueError, "^b2 must have 16"),
             ({"out": torch.zeros(5, 15)}, ValueError, "^out must have x's shape"),
+            ({"residual": torch.zeros(5, 15)}, ValueError, "^residual must have x's shape"),
+            ({"residual": 1.0}, TypeError, "^residual must be a torch.Tensor, got float"),
             (
                 {"expert_map": torch.zeros(9, dtype=torch.int32)},
                 ValueError,
@@ -450,6 +482,25 @@ class TestTheModule:
         assert y[1, 1:].abs().sum() == 0
         assert y[1, 0].abs().sum() > 0
 
+    @pytest.mark.parametrize("shared", [0, 24])
+    @pytest.mark.parametrize("size", [(16,), (0, 16), (2, 3, 16)])
+    def test_a_residual_has_the_hidden_states_shape(
+        self, size: tuple[int, ...], shared: int, backend: str
+    ) -> None:
+        shape = LayerShape(16, 8, 4, 2, "float32")
+        layer = MoELayer(shape, RoutingConfig(2), shared_intermediate=shared, backend=backend)
+        x, residual = torch.randn(size), torch.randn(size)
+        with torch.no_grad():
+            assert torch.equal(layer(x, residual=residual), layer(x) + residual)
+            strided = residual.movedim(-1, 0).contiguous().movedim(0, -1)
+            assert torch.equal(layer(x, residual=strided), layer(x) + residual)
+            with pytest.raises(ValueError, match=r"^residual must have hidden_states' shape \["):
+                layer(x, residual=torch.randn(1, *size))
+            with pytest.raises(TypeError, match=r"^residual must be float32, got float16"):
+                layer(x, residual=residual.half())
+            with pytest.raises(TypeError, match=r"^residual must be a torch.Tensor, got list"):
+                layer(x, residual=residual.tolist())
+
     def test_the_reference_trains(self) -> None:
         torch.manual_seed(0)
         layer = MoELayer(
@@ -484,6 +535,7 @@ class TestTheModule:
             for tokens in (3, 7):
                 x = torch.randn(tokens, 16)
                 assert torch.equal(fast(x), layer(x))
+                assert torch.equal(fast(x, residual=2 * x), layer(x, residual=2 * x))
 
     def test_a_workspace_is_refused_under_a_compiler(self) -> None:
         torch._dynamo.reset()

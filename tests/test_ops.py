@@ -19,8 +19,9 @@ CASES = {
     "relu2": {"activation": "relu2", "dtype": torch.bfloat16, "weight_dtype": torch.bfloat16},
     "on the input": {"weight_on_input": True, "activation": "gelu_tanh"},
     "no tokens": {"tokens": 0},
+    "residual": {"residual": True, "dtype": torch.bfloat16},
 }
-TENSORS = ("b13", "b2", "expert_map", "num_valid_tokens")
+TENSORS = ("b13", "b2", "expert_map", "num_valid_tokens", "residual")
 
 
 @pytest.fixture(params=sorted(CASES))
@@ -100,6 +101,9 @@ def test_gradients_are_refused_before_and_behind_the_operator() -> None:
             assert not ops.moe_experts(*changed.args).requires_grad
         with pytest.raises(RuntimeError, match="inference only"):
             ops.OPERATOR(*changed.args).sum().backward()
+    residual = torch.zeros_like(case.x).requires_grad_()
+    with pytest.raises(ValueError, match=r"^residual requires grad"):
+        ops.moe_experts(*case.args, residual=residual)
     with pytest.raises(ValueError, match=r"^out requires grad"):
         ops.moe_experts_out(torch.empty_like(case.x).requires_grad_(), *case.args)
 
@@ -110,6 +114,42 @@ def test_bad_arguments_are_named_when_it_runs() -> None:
         ops.moe_experts(*case.with_(topk_ids=case.topk_ids[1:]).args)
     with pytest.raises(ValueError, match="activation"):
         ops.moe_experts(*case.args, activation="tanh")
+
+
+def test_in_place_in_a_compiled_graph_is_as_in_eager_code() -> None:
+    def layer(residual: Any, *arguments: Any) -> Any:
+        own = residual.clone()
+        ops.moe_experts_out(own, *arguments, residual=own)
+        ops.moe_experts_out(residual, *arguments, residual=residual)
+        return own + residual
+
+    torch._dynamo.reset()
+    case = experts_case(tokens=6, dtype=torch.bfloat16, residual=True)
+    start = case.options["residual"]
+    want = fused_experts(*case.args, residual=start)
+    assert not torch.equal(want, start)
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        given_ = start.clone()
+        with torch.no_grad():
+            twice = run(given_, *case.args)
+        assert torch.equal(given_, want)
+        assert torch.equal(twice, want + want)
+
+
+def test_the_operators_take_what_fused_experts_takes() -> None:
+    import inspect
+
+    def keywords(function: Any) -> dict[str, Any]:
+        return {name: p.default for name, p in inspect.signature(function).parameters.items()}
+
+    want = keywords(fused_experts)
+    held = {"workspace", "out"}
+    assert keywords(ops.moe_experts) == {n: d for n, d in want.items() if n not in held}
+    with_out = keywords(ops.moe_experts_out)
+    assert with_out.pop("out") is inspect.Parameter.empty
+    assert with_out == keywords(ops.moe_experts)
+    schema = {a.name for a in ops.OPERATOR._schemas[""].arguments}
+    assert schema - {"kind", "alpha", "limit", "up_offset"} == set(with_out) - {"activation"}
 
 
 def test_one_compilation_serves_every_number_of_tokens() -> None:

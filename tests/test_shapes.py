@@ -120,7 +120,9 @@ class TestCheckExperts:
         if size[dim] + delta < 0:
             delta = 1
         size[dim] += delta
-        with pytest.raises(ValueError, match=r"^(x|w13|w2|topk_weights|topk_ids|b13|b2) must"):
+        with pytest.raises(
+            ValueError, match=r"^(x|w13|w2|topk_weights|topk_ids|b13|b2|residual) must"
+        ):
             case.with_(**{name: torch.zeros(size, dtype=value.dtype)}).call()
 
     @given(experts_cases(), st.data())
@@ -147,13 +149,14 @@ class TestCheckExperts:
             ("topk_ids", (torch.int16, torch.uint8, torch.float32, torch.bool)),
             ("expert_map", (torch.int64, torch.float32)),
             ("num_valid_tokens", (torch.int16, torch.float32)),
+            ("residual", (torch.bfloat16, torch.float64)),
             ("out", (torch.bfloat16, torch.float64)),
         ],
     )
     def test_other_dtypes_are_type_errors_that_name_the_argument(
         self, name: str, dtypes: tuple[torch.dtype, ...]
     ) -> None:
-        case = experts_case(biases=True, mapped=True, valid=3)
+        case = experts_case(biases=True, mapped=True, valid=3, residual=True)
         case = case.with_(out=torch.empty_like(case.x))
         case.call()
         value = case.options.get(name)
@@ -164,11 +167,11 @@ class TestCheckExperts:
 
     @pytest.mark.parametrize(
         "name",
-        [*Case.NAMES, "b13", "b2", "expert_map", "num_valid_tokens", "out"],
+        [*Case.NAMES, "b13", "b2", "expert_map", "num_valid_tokens", "residual", "out"],
     )
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     def test_what_is_no_dense_tensor_with_data_is_refused_by_name(self, name: str) -> None:
-        case = experts_case(biases=True, mapped=True, valid=3)
+        case = experts_case(biases=True, mapped=True, valid=3, residual=True)
         case = case.with_(out=torch.empty_like(case.x))
         value = case.options.get(name)
         value = getattr(case, name) if value is None else value
@@ -249,7 +252,8 @@ class TestCheckExperts:
             return value.T.contiguous().T, wide[..., ::2]
 
         names = ["x", "topk_weights", "topk_ids"]
-        names += [name for name in ("b13", "b2") if case.options.get(name) is not None]
+        options = ("b13", "b2", "residual")
+        names += [name for name in options if case.options.get(name) is not None]
         for name in names:
             value = getattr(case, name) if name in case.NAMES else case.options[name]
             for other in strided(value):
@@ -303,6 +307,36 @@ class TestCheckExperts:
         x, out = block[3:7], block[3 + shift : 7 + shift]
         with pytest.raises(ValueError, match=r"^out must share no memory with x"):
             case.with_(x=x, out=out).call()
+
+    @pytest.mark.parametrize("rows", [0, 1, 5])
+    def test_out_may_be_the_residual_itself(self, rows: int) -> None:
+        case = experts_case(tokens=rows, residual=True)
+        residual = case.options["residual"]
+        call = case.with_(out=residual).call()
+        assert call.out is residual
+        assert call.residual is not None
+        assert call.residual.data_ptr() == residual.data_ptr()
+        # Which does not let it be another input as well.
+        if rows:
+            with pytest.raises(ValueError, match=r"^out must share no memory with x, but overlaps"):
+                case.with_(x=residual, out=residual).call()
+        case.with_(residual=case.x).call()
+
+    @pytest.mark.parametrize("shift", [-15, -1, 1, 15])
+    def test_out_may_not_overlap_the_residual_in_part(self, shift: int) -> None:
+        case = experts_case(tokens=4, hidden=4)
+        block = torch.zeros(64)
+        residual, out = (block[at : at + 16].view(4, 4) for at in (20, 20 + shift))
+        with pytest.raises(ValueError, match=r"^out must be residual itself or share no memory"):
+            case.with_(residual=residual, out=out).call()
+        beside = block[36:52].view(4, 4)
+        case.with_(residual=residual, out=beside).call()
+
+    def test_a_residual_has_x_s_shape(self) -> None:
+        case = experts_case(tokens=5, hidden=16)
+        for size in ((5, 15), (4, 16), (16, 5), (1, 16)):
+            with pytest.raises(ValueError, match=r"^residual must have x's shape \[5, 16\], got"):
+                case.with_(residual=torch.empty(size)).call()
 
     def test_out_may_lie_beside_an_input_in_one_block(self) -> None:
         case = experts_case(tokens=4, hidden=4)

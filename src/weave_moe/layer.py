@@ -55,6 +55,7 @@ def _as_operator(call: ExpertsCall, backend: str) -> Tensor:
         b2=call.b2,
         expert_map=call.expert_map,
         num_valid_tokens=call.num_valid_tokens,
+        residual=call.residual,
         interleaved=call.interleaved,
         weight_on_input=call.weight_on_input,
         policy=call.policy,
@@ -75,6 +76,7 @@ def fused_experts(
     b2: Tensor | None = None,
     expert_map: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
+    residual: Tensor | None = None,
     out: Tensor | None = None,
     policy: str = "auto",
     workspace: Any = None,
@@ -87,6 +89,8 @@ def fused_experts(
         y[t] = sum over slots j of topk_weights[t, j] * (a @ w2[e]^T + b2[e]),  e = topk_ids[t, j]
         a    = activation(x[t] @ w13[e]^T + b13[e])
 
+    With a residual, y[t] = residual[t] + that sum.
+
     x: [T, H] in bfloat16, float16 or float32, T from 0 up.
     w13: [E, 2I, H], gate rows first, then up rows ([E, I, H] if the activation is not gated);
         w2: [E, H, I]. In x's dtype, contiguous in their last dimension; never copied.
@@ -98,8 +102,10 @@ def fused_experts(
     expert_map: int32 [E_global]: topk_ids are global ids and this gives the local expert, < 0 for
         none.
     num_valid_tokens: an int32 or int64 tensor of one element on x's device: tokens from there on
-        are padding, cost nothing and give zero rows.
-    out: [T, H], where to write y; it is what is returned.
+        are padding, cost nothing and give zero rows, or the residual's.
+    residual: [T, H] in x's dtype, added to the experts' sum before it is rounded.
+    out: [T, H], where to write y; it is what is returned. It may be `residual` itself, to add to it
+        in place, and shares no memory with another input.
     policy: who runs a task ("auto", "steal", "counter", "static_strided", "static_expert",
         "static_tail", "window"); the result does not depend on it.
     workspace: None, or a `Workspace`: scratch memory and knobs of the call's own.
@@ -124,6 +130,7 @@ def fused_experts(
         b2=b2,
         expert_map=expert_map,
         num_valid_tokens=num_valid_tokens,
+        residual=residual,
         out=out,
         policy=policy,
         workspace=workspace,
@@ -146,6 +153,7 @@ class _LayerOptions(TypedDict, total=False):
     b2: Tensor | None
     expert_map: Tensor | None
     num_valid_tokens: Tensor | None
+    residual: Tensor | None
     out: Tensor | None
     policy: str
     workspace: Any
@@ -191,6 +199,7 @@ def moe_layer(
     b2: Tensor | None = None,
     expert_map: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
+    residual: Tensor | None = None,
     out: Tensor | None = None,
     policy: str = "auto",
     workspace: Any = None,
@@ -205,7 +214,8 @@ def moe_layer(
         float32, bfloat16 and float16; the router is computed in fp32. With expert_map, E is its
         length.
     selection_bias: [E], added to the scores to select experts; it never weighs.
-    shared: shared experts. y = routed + shared, each in x's dtype, added in fp32 and rounded once.
+    shared: shared experts. y = routed + shared, each in x's dtype, added in fp32 and rounded once;
+        with a residual, (routed + shared) + residual.
     return_routing: return (y, topk_weights fp32 [T, k], topk_ids int32 [T, k]) instead of y.
 
     The other arguments are those of `fused_experts`; weight_on_input is for the routed experts.
@@ -232,6 +242,7 @@ def moe_layer(
         b2=b2,
         expert_map=expert_map,
         num_valid_tokens=num_valid_tokens,
+        residual=residual,
         policy=policy,
         workspace=workspace,
         interleaved=interleaved,
@@ -475,12 +486,16 @@ class MoELayer(nn.Module):
         )
 
     def forward(
-        self, hidden_states: Tensor, num_valid_tokens: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        num_valid_tokens: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's output for hidden_states [..., H]: same shape and dtype, and nothing else.
 
         (With `drop_in`, what the block returned.) num_valid_tokens: see `fused_experts`; tokens are
-        counted over all leading dimensions.
+        counted over all leading dimensions. residual: of hidden_states' shape and dtype, added to
+        the output before it is rounded.
 
         Raises TypeError or ValueError naming the argument; ValueError, too, where gradients are
         needed and backend is not "reference": call it under torch.no_grad() or inference_mode().
@@ -500,6 +515,13 @@ class MoELayer(nn.Module):
                 f"hidden_states must be {shape.dtype}, as the layer's experts are, "
                 f"got {dtype_name(hidden_states.dtype)}"
             )
+        if isinstance(residual, Tensor):  # what is no tensor is named by the call below
+            if residual.shape != hidden_states.shape:
+                raise ValueError(
+                    f"residual must have hidden_states' shape {list(hidden_states.shape)}, "
+                    f"got shape {list(residual.shape)}"
+                )
+            residual = residual.reshape(-1, shape.hidden)
         x = hidden_states.reshape(-1, shape.hidden)
         w13, w2 = self._expert_weights()
         logits = routers.router_logits(
@@ -518,6 +540,7 @@ class MoELayer(nn.Module):
             b13=self._tensor(parts.b13),
             b2=self._tensor(parts.b2),
             num_valid_tokens=num_valid_tokens,
+            residual=residual,
             policy=self.policy,
             workspace=self.workspace,
             interleaved=parts.interleaved,

@@ -22,7 +22,8 @@ __all__ = ["OPERATOR", "OPERATOR_OUT", "moe_experts", "moe_experts_out"]
 
 _TENSORS: Final = (
     "Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? b13=None, "
-    "Tensor? b2=None, Tensor? expert_map=None, Tensor? num_valid_tokens=None"
+    "Tensor? b2=None, Tensor? expert_map=None, Tensor? num_valid_tokens=None, "
+    "Tensor? residual=None"
 )
 _OPTIONS: Final = (
     "str kind='silu', float alpha=1.0, float? limit=None, float up_offset=0.0, "
@@ -40,6 +41,7 @@ def _experts(
     b2: Tensor | None = None,
     expert_map: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
+    residual: Tensor | None = None,
     *,
     kind: str = "silu",
     alpha: float = 1.0,
@@ -62,6 +64,7 @@ def _experts(
             b2=b2,
             expert_map=expert_map,
             num_valid_tokens=num_valid_tokens,
+            residual=residual,
             out=out,
             **options,
         )
@@ -133,6 +136,7 @@ def moe_experts(
     b2: Tensor | None = None,
     expert_map: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
+    residual: Tensor | None = None,
     interleaved: bool = False,
     weight_on_input: bool = False,
     policy: str = "auto",
@@ -148,7 +152,10 @@ def moe_experts(
     while it traces; TypeError or ValueError as `fused_experts` does when the operator runs.
     """
     _check_no_grad(
-        {"x": x, "w13": w13, "w2": w2, "topk_weights": topk_weights, "b13": b13, "b2": b2}
+        {
+            **{"x": x, "w13": w13, "w2": w2, "topk_weights": topk_weights},
+            **{"b13": b13, "b2": b2, "residual": residual},
+        }
     )
     act = Activation.parse(activation)
     y: Tensor = OPERATOR(
@@ -161,6 +168,7 @@ def moe_experts(
         b2,
         expert_map,
         num_valid_tokens,
+        residual,
         kind=act.kind,
         alpha=act.alpha,
         limit=act.limit,
@@ -186,19 +194,21 @@ def moe_experts_out(
     b2: Tensor | None = None,
     expert_map: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
+    residual: Tensor | None = None,
     interleaved: bool = False,
     weight_on_input: bool = False,
     policy: str = "auto",
     backend: str = "auto",
 ) -> None:
-    """`moe_experts` into out [T, H]: x's dtype, contiguous, sharing no memory with an input.
+    """`moe_experts` into out [T, H]: x's dtype, contiguous. It may be `residual` itself, and shares
+    no memory with another input.
 
     Raises what `moe_experts` raises, for `out` too.
     """
     _check_no_grad(
         {
             **{"out": out, "x": x, "w13": w13, "w2": w2, "topk_weights": topk_weights},
-            **{"b13": b13, "b2": b2},
+            **{"b13": b13, "b2": b2, "residual": residual},
         }
     )
     act = Activation.parse(activation)
@@ -213,6 +223,7 @@ def moe_experts_out(
         b2,
         expert_map,
         num_valid_tokens,
+        residual,
         kind=act.kind,
         alpha=act.alpha,
         limit=act.limit,

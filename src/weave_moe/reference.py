@@ -82,8 +82,9 @@ def experts_reference(
         with compute_dtype=torch.float64 that is the truth to measure errors by.
     compute_dtype: torch.float32 or torch.float64, the type that everything is computed in.
 
-    Differentiable with respect to x, the weights, the biases and topk_weights. How a matrix product
-    sums is torch's affair here, so a token's last bits may depend on the rest of the batch.
+    Differentiable with respect to x, the weights, the biases, topk_weights and residual. How a
+    matrix product sums is torch's affair here, so a token's last bits may depend on the rest of the
+    batch.
     """
     per_token = max(1, call.shape.top_k * call.shape.hidden * compute_dtype.itemsize)
     slab = max(1, SLAB_BYTES // per_token)
@@ -152,6 +153,8 @@ def _experts_slab(
             row = row * weights[:, slot].unsqueeze(1)
         # A skipped slot's weight may be NaN or infinite, and zero times that is not zero.
         result = result + torch.where(slots[:, slot].unsqueeze(1) >= 0, row, 0.0)
+    if call.residual is not None:
+        result = result + call.residual[start:end].to(compute)
     return result
 
 
@@ -195,7 +198,7 @@ def assemble_layer(
     and, as a call of its own with one expert, the shared ones. Each gives a result in x's dtype,
     and
 
-        y = routed + shared        added in fp32, rounded once
+        y = (routed + shared) + residual        added in fp32 in that order, rounded once
 
     so that all backends agree on the layer if they agree on the experts. `options` are the other
     keywords of `check_experts`. Everything is checked before anything is computed.
@@ -246,9 +249,13 @@ def assemble_layer(
             workspace=call.workspace,
         )
     )
-    routed = run(replace(call, out=None))
-    # Torch adds bf16 and fp16 in fp32 and rounds once.
-    y = routed + extra
+    routed = run(replace(call, residual=None, out=None))
+    if call.residual is None:
+        # Torch adds bf16 and fp16 in fp32 and rounds once.
+        y = routed + extra
+    else:
+        wide = torch.promote_types(routed.dtype, torch.float32)
+        y = (routed.to(wide) + extra + call.residual).to(routed.dtype)
     return (y if out is None else out.copy_(y)), weights, ids
 
 

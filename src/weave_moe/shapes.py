@@ -289,7 +289,9 @@ class ExpertsCall:
         contiguous.
     expert_map: int32 [E_global], contiguous, or None: the local expert of a global id.
     num_valid_tokens: int32 or int64, one element on x's device, or None.
-    out: [T, H] in x's dtype, contiguous, sharing no memory with an input, or None.
+    residual: [T, H] in x's dtype, contiguous, or None: what the experts' sum is added to.
+    out: [T, H] in x's dtype, contiguous, or None. It is `residual` itself (the layer then adds to
+        it in place) or shares no memory with it, and shares none with another input.
 
     All tensors lie on one device. What to compute:
 
@@ -297,13 +299,16 @@ class ExpertsCall:
         h    = x[t] @ W13[e]^T + b13[e]                     in fp32
         a    = activation(h)                                rounded to the dtype
         row  = a @ W2[e]^T + b2[e]                          rounded to bf16 for bf16, else fp32
-        y[t] = sum over j = 0..k-1, in that order, of w[t, j] * row[j]   in fp32, rounded once
+        y[t] = sum over j = 0..k-1, in that order, of w[t, j] * row[j]   in fp32
+        y[t] = y[t] + residual[t], if there is one                       in fp32
+        y[t] is rounded once, to the dtype
 
     A slot is skipped, which is not the same as multiplied by zero, if its id is < 0 or >= E
     (>= E_global before, < 0 or >= E after expert_map), or if t >= num_valid_tokens: no weight is
-    read and nothing is added, so a row without slots is exactly zero. A count below 0 is 0, one
-    above T is T. Ids that occur twice count twice. With `weight_on_input` the row x[t] is scaled by
-    w[t, j] and rounded to the dtype before the first product, and not weighted after the second.
+    read and nothing is added. So a row without slots, valid or not, is exactly zero or, with a
+    residual, exactly the residual's (a -0 in it becomes 0). A count below 0 is 0, one above T is T.
+    Ids that occur twice count twice. With `weight_on_input` the row x[t] is scaled by w[t, j] and
+    rounded to the dtype before the first product, and not weighted after the second.
     """
 
     x: Tensor
@@ -316,6 +321,7 @@ class ExpertsCall:
     b2: Tensor | None
     expert_map: Tensor | None
     num_valid_tokens: Tensor | None
+    residual: Tensor | None
     out: Tensor | None
     policy: str
     workspace: Any
@@ -341,7 +347,7 @@ class ExpertsCall:
         """The tensors that are read, by argument name."""
         names = (
             *("x", "w13", "w2", "topk_weights", "topk_ids"),
-            *("b13", "b2", "expert_map", "num_valid_tokens"),
+            *("b13", "b2", "expert_map", "num_valid_tokens", "residual"),
         )
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -393,8 +399,14 @@ def _check_out(out: object, x: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     first, last = _span(checked)
     for name, value in inputs.items():
         start, end = _span(value)
-        if first < end and start < last:
+        if first >= end or start >= last:
+            continue
+        if name != "residual":
             raise ValueError(f"out must share no memory with {name}, but overlaps it")
+        if first != start:
+            raise ValueError(
+                "out must be residual itself or share no memory with it, but overlaps it in part"
+            )
     return checked
 
 
@@ -410,6 +422,7 @@ def check_experts(
     b2: Tensor | None = None,
     expert_map: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
+    residual: Tensor | None = None,
     out: Tensor | None = None,
     policy: str = "auto",
     workspace: Any = None,
@@ -418,10 +431,10 @@ def check_experts(
 ) -> ExpertsCall:
     """Checks a call of the experts and puts it into the form that backends receive.
 
-    The arguments are `ExpertsCall`'s, with these freedoms: x, topk_weights, topk_ids, b13, b2 and
-    expert_map may have any strides (a contiguous copy is made); `activation` may be a name.
-    Weights are never copied, so w13 and w2 must be contiguous in their last dimension. workspace is
-    None or a workspace object of the backend that will run the call.
+    The arguments are `ExpertsCall`'s, with these freedoms: x, topk_weights, topk_ids, b13, b2,
+    expert_map and residual may have any strides (a contiguous copy is made); `activation` may be a
+    name. Weights are never copied, so w13 and w2 must be contiguous in their last dimension.
+    workspace is None or a workspace object of the backend that will run the call.
 
     No value of a tensor is looked at (that would wait for the device): any id and any number of
     valid tokens has a meaning.
@@ -496,6 +509,13 @@ def check_experts(
             raise ValueError(
                 f"num_valid_tokens must hold one element, got shape {list(num_valid_tokens.shape)}"
             )
+    if residual is not None:
+        residual = check_tensor("residual", residual, ("T", "H"), (x.dtype,), device=x.device)
+        if residual.shape != x.shape:
+            raise ValueError(
+                f"residual must have x's shape {list(x.shape)}, got shape {list(residual.shape)}"
+            )
+        residual = residual.contiguous()
 
     call = ExpertsCall(
         x=x.contiguous(),
@@ -508,6 +528,7 @@ def check_experts(
         b2=b2,
         expert_map=expert_map,
         num_valid_tokens=num_valid_tokens,
+        residual=residual,
         out=out,
         policy=policy,
         workspace=workspace,

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 from gpu_cases import (
+    POLICIES,
     ROUTINGS,
     SMALL,
     TARGET,
+    Guarded,
     Routing,
     assert_right,
     check,
     expect,
+    holes,
     make,
     same_bits,
     shape,
@@ -370,6 +373,159 @@ def test_slabs(gpu: torch.device, tokens: int, slab: int, monkeypatch: pytest.Mo
         assert not got[live:].any()
 
 
+RESIDUAL_TOKENS = (0, 3, 40, 1100)
+HALF_A_PLACE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Most that rounding changes a number, relative to it."""
+
+
+@pytest.mark.parametrize("tokens", RESIDUAL_TOKENS)
+@pytest.mark.parametrize("routing", [uniform, skewed, holes])
+@pytest.mark.parametrize("s", [SMALL, FP16], ids=lambda s: s.dtype)
+def test_residuals(s: LayerShape, routing: Routing, tokens: int) -> None:
+    case = make(s, tokens, routing=routing, residual=True)
+    before = case.options["residual"].clone()
+    check(case)
+    assert same_bits(case.options["residual"], before)
+    check(case.with_(residual=case.args[0]))  # the input itself
+
+
+@pytest.mark.parametrize("tokens", RESIDUAL_TOKENS[1:])
+@pytest.mark.parametrize("s", [SMALL, FP16], ids=lambda s: s.dtype)
+def test_a_sum_and_its_residual_are_rounded_once(s: LayerShape, tokens: int) -> None:
+    # Less its own rounded value a sum leaves what the rounding took; rounded before, it left zero.
+    case = make(s, tokens)
+    rounded = case.run()
+    left = case.run(residual=-rounded)
+    allowed = HALF_A_PLACE[left.dtype] * rounded.float().abs() + 2.0**-24
+    assert bool((left.float().abs() <= allowed).all())
+    assert float((left != 0).float().mean()) > 0.5
+    nothing = torch.zeros_like(rounded)
+    assert torch.equal(case.run(residual=nothing), rounded)
+
+
+expect(shape(512, 192, 16, 1), RESIDUAL_TOKENS)
+
+
+@pytest.mark.parametrize("tokens", RESIDUAL_TOKENS[1:])
+def test_a_residual_is_added_after_the_last_slot(tokens: int) -> None:
+    case = make(SMALL, tokens)
+    _, _, _, weights, ids = case.args
+    # Powers of two: then a weight times a row is exact, fused with the addition or not. Far apart, so
+    # that sums are not.
+    weights = torch.exp2((4 * weights.log2()).round())
+    case = case.with_(weights=weights)
+    total = torch.zeros_like(case.args[0], dtype=torch.float32)
+    for j in range(SMALL.top_k):
+        weight = weights[:, j : j + 1]
+        row = case.with_(ids=ids[:, j : j + 1], weights=torch.ones_like(weight)).run()
+        total = total + weight * row.float()
+    rounded = total.bfloat16()
+    assert same_bits(case.run(), rounded)
+    # What is left of a sum shows its last bits, and with them the order.
+    assert same_bits(case.run(residual=-rounded), (total - rounded.float()).bfloat16())
+
+
+@pytest.mark.parametrize("count_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", RESIDUAL_TOKENS[1:])
+def test_rows_past_the_valid_ones_are_the_residuals(tokens: int, count_dtype: torch.dtype) -> None:
+    case = make(SMALL, tokens, residual=True)
+    everything, residual = check(case), case.options["residual"]
+    least, most = torch.iinfo(count_dtype).min, torch.iinfo(count_dtype).max
+    x = case.args[0].clone()
+    for valid in (most, tokens + 1, tokens - 1, tokens // 2, 1, 0, -1, least):
+        live = min(max(valid, 0), tokens)
+        x[live:] = float("nan")
+        count = torch.tensor(valid, dtype=count_dtype, device=TARGET.device)
+        got = case.with_(x=x).run(num_valid_tokens=count)
+        assert same_bits(got[:live], everything[:live])
+        assert torch.equal(got[live:], residual[live:])
+
+
+@pytest.mark.parametrize("tokens", RESIDUAL_TOKENS)
+@pytest.mark.parametrize("s", [SMALL, FP16], ids=lambda s: s.dtype)
+def test_residuals_in_place(s: LayerShape, tokens: int) -> None:
+    case = make(s, tokens, routing=holes, residual=True)
+    want = check(case)
+    for policy in (*POLICIES, "auto"):
+        guarded = Guarded(tokens, s.hidden, want.dtype)
+        into = guarded.tensor.copy_(case.options["residual"])
+        assert case.run(residual=into, out=into, policy=policy) is into
+        assert same_bits(into, want)
+        guarded.check()
+    # A second time adds a second time.
+    again = case.run(residual=into, out=into)
+    assert same_bits(again, check(case.with_(residual=want)))
+
+
+@pytest.mark.parametrize("tokens", RESIDUAL_TOKENS[1:])
+def test_residuals_in_place_in_a_graph(gpu: torch.device, tokens: int) -> None:
+    case = make(SMALL, tokens, residual=True)
+    residual = case.options["residual"]
+    into = residual.clone()
+    once = check(case)
+    twice = check(case.with_(residual=once))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.run(residual=into, out=into)
+    for _ in range(3):
+        into.copy_(residual)
+        for want in (once, twice):
+            graph.replay()
+            assert same_bits(into, want)
+
+
+@pytest.mark.parametrize("tokens", RESIDUAL_TOKENS[1:])
+def test_residuals_anywhere_in_memory(tokens: int) -> None:
+    case = make(SMALL, tokens, residual=True)
+    want, residual = check(case), case.options["residual"]
+    wide = torch.full((tokens, 2 * SMALL.hidden), float("nan"), dtype=want.dtype).to(want.device)
+    wide[:, ::2] = residual
+    assert same_bits(case.run(residual=wide[:, ::2]), want)
+    # The kernel reads 16 bytes at a time; a view may start between.
+    for shift in (1, 4, 8):
+        flat = torch.full((want.numel() + 8,), float("nan"), dtype=want.dtype).to(want.device)
+        moved = flat[shift : shift + want.numel()].view_as(want)
+        moved.copy_(residual)
+        assert same_bits(case.run(residual=moved), want)
+        assert same_bits(case.run(residual=moved, out=moved), want)
+        assert bool(flat[:shift].isnan().all())
+        assert bool(flat[shift + want.numel() :].isnan().all())
+
+
+ODD_RESIDUALS = [(96, 192), (8, 8), (2888, 1416)]
+
+
+@pytest.mark.parametrize("tokens", SIZE_TOKENS)
+@pytest.mark.parametrize(("hidden", "intermediate"), ODD_RESIDUALS)
+def test_residuals_of_sizes_that_are_no_multiple_of_a_piece(
+    hidden: int, intermediate: int, tokens: int
+) -> None:
+    check(make(shape(hidden, intermediate, 16, 4), tokens, routing=skewed, residual=True))
+
+
+@pytest.mark.parametrize("slab", [64, 300])
+@pytest.mark.parametrize("tokens", [64, 65, 200, 1000])
+@pytest.mark.parametrize("s", [SMALL, FP16], ids=lambda s: s.dtype)
+def test_slabs_with_residuals(
+    gpu: torch.device, s: LayerShape, tokens: int, slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weave_moe.backends import cuda
+
+    case = make(s, tokens, routing=skewed, residual=True)
+    whole, residual = check(case), case.options["residual"]
+    monkeypatch.setattr(cuda, "SLAB_TOKENS", slab)
+    assert same_bits(check(case), whole)
+    into = residual.clone()
+    assert same_bits(case.run(residual=into, out=into), whole)
+    for valid in (-1, 0, 30, 64, 65, 130, 301, tokens + 3):
+        live = min(max(valid, 0), tokens)
+        got = case.run(num_valid_tokens=torch.tensor(valid, device=gpu))
+        assert same_bits(got[:live], whole[:live])
+        assert torch.equal(got[live:], residual[live:])
+
+
+expect(FP16, [64, 65, 200, 300, 1000, 3, 1100])
+
 TINY = shape(64, 64, 8, 2)
 expect(TINY, [131_072])
 
@@ -419,6 +575,7 @@ def test_sanitized(tokens: int, policy: str) -> None:
     case = make(SMALL, tokens, routing=skewed)
     for _ in range(2):
         check(case, policy=policy)
+    check(make(SMALL, tokens, routing=skewed, residual=True), policy=policy)
 
 
 def test_the_weights_of_the_tests_are_those_of_the_layer() -> None:

@@ -41,8 +41,9 @@ def gives_up(case: Case, workspace: weave_moe.Workspace) -> torch.Tensor:
     return out
 
 
-def test_a_launch_that_gives_up(gpu: torch.device) -> None:
-    case = make(SLOW, 1)
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_launch_that_gives_up(gpu: torch.device, residual: bool) -> None:
+    case = make(SLOW, 1, residual=residual)
     want = check(case)
     weave_moe.check()
     workspace = impatient()
@@ -68,10 +69,13 @@ def test_the_next_call_says_so_too(gpu: torch.device) -> None:
     assert same_bits(case.run(), want)
 
 
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("tokens", [40, 1100])
-def test_impatient_launches_of_any_size_are_right_or_nan(gpu: torch.device, tokens: int) -> None:
+def test_impatient_launches_of_any_size_are_right_or_nan(
+    gpu: torch.device, tokens: int, residual: bool
+) -> None:
     # Whether a wait is lost depends on time here: with luck, none is.
-    case = make(SMALL, tokens)
+    case = make(SMALL, tokens, residual=residual)
     want = check(case)
     for _ in range(10):
         out = gives_up(case, impatient())

@@ -73,6 +73,7 @@ int main(int argc, char** argv) {
     Tensor x(r, c.tokens * c.hidden, c.dtype, 2), w13(r, c.experts * up * c.hidden, c.dtype, 0.3f);
     Tensor w2(r, c.experts * c.hidden * c.intermediate, c.dtype, 0.3f), weights(r, c.tokens * c.top_k, c.weights_dtype, 1);
     Tensor b13(r, c.experts * up, c.dtype, 1), b2(r, c.experts * c.hidden, c.dtype, 1);
+    Tensor residual(r, c.tokens * c.hidden, c.dtype, 2);
     std::vector<int64_t> wide((size_t)(c.tokens * c.top_k));
     std::vector<int32_t> narrow(wide.size()), map((size_t)c.experts);
     const int hot = r.below((int)c.experts), skew = r.below(4);
@@ -85,6 +86,7 @@ int main(int argc, char** argv) {
     c.topk_ids = c.ids_int64 ? (void*)wide.data() : (void*)narrow.data();
     if (r.below(3) == 0) c.expert_map = map.data();
     if (r.below(3) == 0) c.num_valid = &valid;
+    if (r.below(2)) c.residual = residual.data(), c.residual_row = c.hidden;
     c.x_row = c.hidden, c.w13_row = c.hidden, c.w13_expert = up * c.hidden;
     c.w2_row = c.intermediate, c.w2_expert = c.hidden * c.intermediate;
     c.b13_expert = up, c.b2_expert = c.hidden, c.weights_row = c.ids_row = c.top_k, c.out_row = c.hidden;
@@ -107,13 +109,17 @@ int main(int argc, char** argv) {
       o.width_cap = r.below(2) ? 8 << r.below(3) : 64 + 16 * r.below(13);
       if (r.below(2)) weave_workspace_poison(shared);
       // The output may be the input itself: then a combine task that came too early would spoil what others still read.
-      Tensor input = x;
-      const bool in_place = r.below(3) == 0;
-      c.x = input.data(), c.out = in_place ? input.bytes.data() : got.data();
+      // Or the residual: then one that ran twice, or added to another's token, would show.
+      Tensor input = x, added = residual;
+      const int in_place = r.below(3);
+      c.x = input.data(), c.out = in_place == 0 ? input.bytes.data() : got.data();
+      if (c.residual) c.residual = added.data();
+      if (c.residual && in_place == 1) c.out = added.bytes.data();
       std::fill(got.begin(), got.end(), 0xdd);
       WeaveRunStats stats;
       status = weave_run(shared, &c, &o, &stats);
       c.x = x.data();
+      if (c.residual) c.residual = residual.data();
       if (status == WEAVE_OK && want.size() && memcmp(want.data(), c.out, want.size())) status = -1;
       std::vector<WeaveWorkerStats> workers((size_t)weave_worker_stats(shared, nullptr, 0));
       weave_worker_stats(shared, workers.data(), (int64_t)workers.size());

@@ -318,8 +318,15 @@ def _buffers_for(call: ExpertsCall, pool: BufferPool, stream: int, *, capturing:
 
 def _run(call: ExpertsCall) -> Tensor:
     out = call.output()
-    if call.x.data_ptr() % 16 or out.data_ptr() % 16:  # views into the middle of a row of something
-        aligned = replace(call, x=call.x.clone(), out=torch.empty_like(out))
+    residual = call.residual
+    touched = [t for t in (call.x, residual, out) if t is not None]
+    if any(t.data_ptr() % 16 for t in touched):  # views into the middle of a row of something
+        aligned = replace(
+            call,
+            x=call.x.clone(),
+            residual=None if residual is None else residual.clone(),
+            out=torch.empty_like(out),
+        )
         return out.copy_(_run(aligned))
     pool = _pool(call.device)
     stream = torch.cuda.current_stream().cuda_stream
@@ -387,6 +394,8 @@ def _launch(
     p.expert_map = _pointer(call.expert_map)
     p.experts_global = 0 if call.expert_map is None else call.expert_map.numel()
     p.b13, p.b2 = _pointer(call.b13), _pointer(call.b2)
+    if call.residual is not None:
+        p.residual = call.residual.data_ptr() + first * s.hidden * 2
     p.out = out.data_ptr() + first * s.hidden * 2
     p.h, p.rows = buffers.h.data_ptr(), buffers.rows.data_ptr()
     if plan.many:

@@ -23,10 +23,13 @@ WEAVE_FN uint4 scaled(uint4 v, float weight) {
 
 constexpr u32 PIECE = 256;  // elements of a token that a warp adds at once, eight a lane
 
-// y[token] = sum over slots, in slot order, of weight x row, for features f .. f + 7 of each lane, below `end`. Lane
+// y[token] = sum over slots, in slot order, of weight x row, then plus the residual, for features f .. f + 7 of each lane, below `end`. Lane
 // j < top_k holds the row (NONE: skipped) and weight of slot j. One warp.
 WEAVE_FN void sum_rows(const Launch& p, u32 token, u32 row, float weight, u32 f, u32 end) {
   float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  uint4 residual = make_uint4(0, 0, 0, 0);
+  // On its way with the rows. Past the read-only path, since it may be where y goes: each lane reads what it will write.
+  if (p.residual && f < end) residual = __ldcg((const uint4*)((const u16*)p.residual + (u64)token * p.hidden + f));
   for (u32 j0 = 0; j0 < p.top_k; j0 += 8) {
     uint4 part[8][ROWS_FP32 ? 2 : 1];
     float w[8];
@@ -52,6 +55,11 @@ WEAVE_FN void sum_rows(const Launch& p, u32 token, u32 row, float weight, u32 f,
         sum[q] = fmaf(w[j], value, sum[q]);
       }
     }
+  }
+  if (p.residual) {
+    const u32* v = (const u32*)&residual;
+#pragma unroll
+    for (int q = 0; q < 8; ++q) sum[q] += unpack<BF16>((u16)(v[q / 2] >> (q % 2 ? 16 : 0)));
   }
   if (f < end) {
     const uint4 y = make_uint4(pack2<BF16>(sum[0], sum[1]), pack2<BF16>(sum[2], sum[3]), pack2<BF16>(sum[4], sum[5]),

@@ -100,6 +100,7 @@ struct Launch {
   const void* valid;         // number of valid tokens, int32 or int64, or null
   const int* expert_map;     // [experts_global] or null
   const void *b13, *b2;      // [experts, 2 x intermediate], [experts, hidden] or null
+  const void* residual;      // [tokens, hidden], contiguous, or null; may be `out` itself
   void* out;                 // [tokens, hidden], contiguous
   u16* gathered;             // [max_rows, hidden]: x in row order, of wide groups; null where none can be
   u16* h;                    // [max_rows, intermediate]

@@ -437,6 +437,10 @@ class Worker {
           for (i64 h = 0; h < hidden; ++h) y[h] += w * T::widen_row(row[h]);
         }
       }
+      if (l.call.residual) {
+        const Element* from = static_cast<const Element*>(l.call.residual) + token * l.call.residual_row;
+        for (i64 h = 0; h < hidden; ++h) y[h] += T::widen(from[h]);
+      }
       Element* to = static_cast<Element*>(l.call.out) + token * l.call.out_row;
       for (i64 h = 0; h < hidden; ++h) to[h] = T::narrow(y[h]);
     }

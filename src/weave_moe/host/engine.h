@@ -45,8 +45,10 @@ typedef struct WeaveCall {
   const void* topk_ids;     /* [tokens, top_k] int32, or int64 where ids_int64 */
   const int32_t* expert_map; /* [experts_global] local expert of a global one, or null */
   const void* num_valid;    /* one int32, or int64 where num_valid_int64: tokens of the whole batch that are real; or null */
-  void* out;                /* [tokens, hidden] dtype; may be x itself */
-  int64_t x_row, w13_expert, w13_row, w2_expert, w2_row, b13_expert, b2_expert, weights_row, ids_row, out_row;
+  const void* residual;     /* [tokens, hidden] dtype, added to each token's sum before it is rounded; or null */
+  void* out;                /* [tokens, hidden] dtype; may be x or residual itself */
+  int64_t x_row, w13_expert, w13_row, w2_expert, w2_row, b13_expert, b2_expert, weights_row, ids_row;
+  int64_t residual_row, out_row;
   int64_t tokens, hidden, intermediate, experts, experts_global, top_k;
   int64_t first_token;      /* position of token 0 in the batch that num_valid counts */
   int32_t dtype, weights_dtype, ids_int64, num_valid_int64;

@@ -48,11 +48,12 @@ _ERRORS: Final = {
 class _Call(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "w13", "w2", "b13", "b2", "topk_weights", "topk_ids")),
-        *((name, c_void_p) for name in ("expert_map", "num_valid", "out")),
+        *((name, c_void_p) for name in ("expert_map", "num_valid", "residual", "out")),
         *((name, c_int64) for name in ("x_row", "w13_expert", "w13_row", "w2_expert", "w2_row")),
         *((name, c_int64) for name in ("b13_expert", "b2_expert", "weights_row", "ids_row")),
-        *((name, c_int64) for name in ("out_row", "tokens", "hidden", "intermediate", "experts")),
-        *((name, c_int64) for name in ("experts_global", "top_k", "first_token")),
+        *((name, c_int64) for name in ("residual_row", "out_row", "tokens", "hidden")),
+        *((name, c_int64) for name in ("intermediate", "experts", "experts_global", "top_k")),
+        ("first_token", c_int64),
         *((name, c_int32) for name in ("dtype", "weights_dtype", "ids_int64", "num_valid_int64")),
         *((name, c_int32) for name in ("activation", "interleaved", "weight_on_input")),
         *((name, c_float) for name in ("alpha", "limit", "up_offset")),
@@ -242,6 +243,7 @@ def _pointer(tensor: Tensor | None, offset: int = 0) -> int | None:
 def _arguments(call: ExpertsCall, out: Tensor, start: int, tokens: int) -> _Call:
     """`tokens` tokens of a call from token `start`. The tensors must outlive the structure."""
     valid, act, shape = call.num_valid_tokens, call.activation, call.shape
+    hidden = shape.hidden
     return _Call(
         x=_pointer(call.x, start * call.x.stride(0)),
         w13=_pointer(call.w13),
@@ -252,6 +254,7 @@ def _arguments(call: ExpertsCall, out: Tensor, start: int, tokens: int) -> _Call
         topk_ids=_pointer(call.topk_ids, start * call.topk_ids.stride(0)),
         expert_map=_pointer(call.expert_map),
         num_valid=_pointer(valid),
+        residual=_pointer(call.residual, start * hidden),
         out=_pointer(out, start * out.stride(0)),
         x_row=call.x.stride(0),
         w13_expert=call.w13.stride(0),
@@ -262,9 +265,10 @@ def _arguments(call: ExpertsCall, out: Tensor, start: int, tokens: int) -> _Call
         b2_expert=0 if call.b2 is None else call.b2.stride(0),
         weights_row=call.topk_weights.stride(0),
         ids_row=call.topk_ids.stride(0),
+        residual_row=hidden,
         out_row=out.stride(0),
         tokens=tokens,
-        hidden=shape.hidden,
+        hidden=hidden,
         intermediate=shape.intermediate,
         experts=shape.experts,
         experts_global=0 if call.expert_map is None else call.expert_map.numel(),

@@ -55,6 +55,7 @@ def backend_problem(
         b2=None,
         expert_map=None,
         num_valid_tokens=None,
+        residual=None,
         out=None,
         policy="auto",
         workspace=None,

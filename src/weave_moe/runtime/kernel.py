@@ -78,6 +78,7 @@ class Launch(ctypes.Structure):
                 "expert_map",
                 "b13",
                 "b2",
+                "residual",
                 "out",
                 "gathered",
                 "h",
