@@ -39,8 +39,8 @@ _CONFIG = click.option(
 _ROUTING = click.option(
     "--routing",
     metavar="SOURCE",
-    help="trace:NAME, trace:FILE.npz, text:NAME, text:FILE, uniform, zipf[:A] or hot[:SHARE].  "
-    "[default: the shipped model's trace; uniform with --preset or --config]",
+    help="trace:NAME, trace:FILE.npz, text:NAME, text:FILE, uniform, zipf[:A], dirichlet[:A] or "
+    "hot[:SHARE].  [default: the shipped model's trace; uniform with --preset or --config]",
 )
 _LAYER = click.option(
     "--layer", type=int, metavar="L", help="Layer of a trace or text.  [default: 0]"
@@ -429,6 +429,85 @@ def advise(**options: Any) -> int:
     from .advise.command import AdviseOptions, advise_command
 
     return advise_command(AdviseOptions(**options))
+
+
+@cli.command()
+@_PRESET
+@_CONFIG
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1, max=131072),
+    metavar="N",
+    help="Tokens in the batch.  [default: 512; of a trace or text 2048, or all of it]",
+)
+@_ROUTING
+@_LAYER
+@_POLICY
+@click.option(
+    "--backend",
+    type=click.Choice(("host", "cuda")),
+    help="What to record: host, the CPU engine. The GPU kernel does not record yet.  "
+    "[default: host]",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1, max=1024),
+    metavar="N",
+    help="Workers of the CPU engine, a thread each.  [default: the cores, from 4 to 16]",
+)
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), help="[default: the model's own, bfloat16 for a preset]"
+)
+@click.option(
+    "--scale",
+    metavar="F",
+    help="Factor for H and I, such as 1/8.  [default: auto, as far down as the CPU needs]",
+)
+@click.option("--simulate", is_flag=True, help="Predict the records of a GPU instead; run nothing.")
+@click.option("--machine", metavar="NAME|FILE.json", help="Of a simulation.  [default: h200]")
+@click.option(
+    "--held",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Of a simulation: SMs that another kernel holds meanwhile.  [default: 0]",
+)
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(path_type=Path),
+    metavar="FILE.npz",
+    help="Report what was recorded before, here or on another machine; run nothing.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="[default: 0]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("weave-profile"),
+    show_default=True,
+    metavar="DIR",
+    help="Folder for profile.html, profile.json, profile.png and profile.npz.",
+)
+@_JSON
+def profile(**options: Any) -> int:
+    """Record every task of a layer under several policies, and report where the time went.
+
+    profile.html is a report that needs no network: timelines, busy workers over time, waits,
+    thefts, load of the experts, weights read, policies side by side. profile.json opens in
+    https://ui.perfetto.dev, profile.png is a heat map, profile.npz holds the records.
+
+    The CPU engine records; its results are checked first. The GPU kernel does not record yet:
+    --simulate predicts its records.
+
+    \b
+    weave-moe profile --preset qwen3-30b --routing zipf --policy steal,static_expert
+    weave-moe profile --simulate --preset qwen3-30b --tokens 64 --routing zipf
+    weave-moe profile --from weave-profile/profile.npz --out again
+
+    Exit status: 0; 1 if a result is wrong; 2 for bad input.
+    """
+    from .profile.command import ProfileOptions, profile_command
+
+    return profile_command(ProfileOptions(**options))
 
 
 def main() -> None:
