@@ -85,7 +85,7 @@ def make(name: str, rivals: dict[str, Factory], layers: list[common.Layer]) -> A
 
 def run_cell(cell: Cell, functions: dict[str, Any], seconds: float) -> list[Row]:
     """A row for each contestant: name -> functions, one for each weight set, or why it has none."""
-    rows, graphs = prepare(cell, functions)
+    rows, graphs, _ = prepare(cell, functions)
     for name, times in common.in_turn(graphs, cell.device, seconds).items():
         common.timed(rows[name], [us / cell.calls for us in times], cell.floor)
     common.check_launches(cell.device)

@@ -20,6 +20,7 @@ from .run.errors import InputError
 __all__ = ["cli", "main"]
 
 BACKENDS = ("auto", "host", "reference", "cuda")
+PLACES = ("auto", "host", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
 CACHE_ACTIONS = ("list", "size", "clear")
 PARTS = ("all", "host", "cuda")
@@ -51,6 +52,19 @@ _POLICY = click.option(
     show_default=True,
     metavar="NAMES",
     help="Policies to compare, with commas between, or all.",
+)
+_WORKERS = click.option(
+    "--workers",
+    type=click.IntRange(min=1, max=1024),
+    metavar="N",
+    help="Workers of the CPU engine, a thread each.  [default: the cores, from 4 to 16]",
+)
+_SCALE = click.option(
+    "--scale",
+    default="auto",
+    show_default=True,
+    metavar="F",
+    help="Factor for H and I, such as 1/8. auto: on a CPU, as far down as its plain loops need.",
 )
 _MACHINE = click.option(
     "--machine",
@@ -172,22 +186,11 @@ def presets() -> None:
 @_LAYER
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
 @_POLICY
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1, max=1024),
-    metavar="N",
-    help="Workers of the CPU engine, a thread each.  [default: the cores, from 4 to 16]",
-)
+@_WORKERS
 @click.option(
     "--dtype", type=click.Choice(DTYPES), help="[default: the model's own, bfloat16 for a preset]"
 )
-@click.option(
-    "--scale",
-    default="auto",
-    show_default=True,
-    metavar="F",
-    help="Factor for H and I, such as 1/8. auto: on a CPU, as far down as its plain loops need.",
-)
+@_SCALE
 @_SEED
 @_OUT
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
@@ -307,6 +310,109 @@ def check(backend: str, as_json: bool) -> int:
     from .tools.selftest import BACKENDS, check_command
 
     return check_command(BACKENDS if backend == "all" else (backend,), json_wanted=as_json)
+
+
+@cli.command()
+@click.option(
+    "--preset",
+    metavar="NAMES",
+    help="Models' layers, with commas between; `weave-moe presets` lists them.  [default: "
+    "qwen3-30b; on a CPU the shipped model's]",
+)
+@_CONFIG
+@click.option(
+    "--tokens",
+    metavar="LIST",
+    help="Tokens of a call, with commas between.  [default: 1,4,16,64,256,1024,4096; on a CPU "
+    "16,64]",
+)
+@click.option(
+    "--routing",
+    default="uniform,zipf",
+    show_default=True,
+    metavar="SOURCES",
+    help="With commas between: uniform, zipf[:A], dirichlet[:A], hot[:SHARE], trace:NAME or "
+    "trace:FILE.npz.",
+)
+@click.option(
+    "--layer", type=int, metavar="L", help="Layer of the traces.  [default: another one each call]"
+)
+@click.option(
+    "--dtype",
+    metavar="NAMES",
+    help="bfloat16, float16, on a CPU also float32, with commas between.  [default: the model's]",
+)
+@_POLICY
+@click.option(
+    "--rivals",
+    default="all",
+    show_default=True,
+    metavar="NAMES",
+    help="Other implementations, with commas between; all that are installed, or none. --list "
+    "shows them.",
+)
+@click.option(
+    "--neighbour",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Time all of it once more while another kernel keeps N SMs busy.",
+)
+@click.option(
+    "--tensor-parallel",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Time one GPU's part of experts that are cut among N.",
+)
+@click.option("--backend", type=click.Choice(PLACES), default="auto", show_default=True)
+@_WORKERS
+@_SCALE
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True, max=15),
+    metavar="S",
+    help="Of replays, for each cell.  [default: 0.4, above 256 tokens 1.5]",
+)
+@click.option(
+    "--max-spread",
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="Refuse times whose quartiles lie further than 2 X medians apart.  [default: 0.05; on a "
+    "CPU 0.5]",
+)
+@_SEED
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("weave-bench"),
+    show_default=True,
+    metavar="DIR",
+    help="Folder for bench.jsonl, bench.csv, bench.md and bench.png.",
+)
+@click.option("--list", "listed", is_flag=True, help="Show what there is to compare with, and end.")
+@_JSON
+def bench(**options: Any) -> int:
+    """Time the layer beside other implementations: right first, then fast.
+
+    Everyone's result is compared with a plain fp32 computation before anything is timed. Then CUDA
+    graphs with changing inputs, routings and weights are replayed, contestants in turn. Times are
+    held against what the GPU was just measured to do at best. On a CPU this times the CPU engine,
+    which says nothing about speed.
+
+    \b
+    weave-moe bench --preset qwen3-30b,mixtral-8x7b --tokens 16,256 --routing uniform,zipf:1.2
+    weave-moe bench --config path/to/config.json --tensor-parallel 8 --neighbour 16
+    weave-moe bench --list
+
+    Exit status: 0; 1 if a time is not reported, because a result was wrong or times were spread too
+    wide; 3 if nothing of ours could be timed; 2 for bad input.
+    """
+    from .bench.command import BenchOptions, bench_command
+
+    return bench_command(BenchOptions(**options))
 
 
 @cli.command()

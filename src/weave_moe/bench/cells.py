@@ -12,7 +12,7 @@ want them. It may have the attributes of `Contestant`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -35,6 +35,7 @@ __all__ = [
     "Cell",
     "Contestant",
     "Layer",
+    "Prepared",
     "Rates",
     "Routing",
     "Unsupported",
@@ -329,6 +330,7 @@ class Cell:
         self.slots = sum(ids.numel() for ids in used) / self.calls
         self.active = sum(int((count > 0).sum()) for count in counts) / self.calls
         self.busiest = sum(int(count.max()) for count in counts) / self.calls
+        self.rates = rates
         self.floor: float | None = None
         if rates is not None:
             self.floor = floor_us(layer.shape, self.tokens, self.active, self.slots, rates)
@@ -390,32 +392,37 @@ class Cell:
         return capture(calls, self.device)
 
 
-def prepare(
-    cell: Cell, contestants: dict[str, Any]
-) -> tuple[dict[str, Row], dict[str, Callable[[], Any]]]:
-    """A row for each contestant, and what replays the calls of those that are right.
+class Prepared(NamedTuple):
+    """Contestants of a cell.
+
+    rows: one each.  replays: what makes all calls of those that are right.  problems: what the
+    others raised; such a row's `error` says it too, and so it does where a result is wrong.
+    """
+
+    rows: dict[str, Row]
+    replays: dict[str, Callable[[], Any]]
+    problems: dict[str, Exception]
+
+
+def prepare(cell: Cell, contestants: Mapping[str, Any]) -> Prepared:
+    """Checks the contestants of a cell and captures those that are right.
 
     contestants: name -> functions, one for each weight set, or the exception that says why there
     are none.
     """
-    rows: dict[str, Row] = {}
-    replays: dict[str, Callable[[], Any]] = {}
+    found = Prepared({}, {}, {})
     for name, functions in contestants.items():
-        row = rows[name] = {**cell.row, "contestant": name}
+        row = found.rows[name] = {**cell.row, "contestant": name}
         try:
             if isinstance(functions, Exception):
                 raise functions
             with torch.no_grad():
                 if cell.check(functions, row):
-                    replays[name] = cell.graph(functions)
+                    found.replays[name] = cell.graph(functions)
         except Exception as problem:  # a rival that does not run is a row, not the end
-            row["error"] = _reason(problem)
+            found.problems[name] = problem
+            unsupported = isinstance(problem, Unsupported)
+            row["error"] = str(problem) if unsupported else repr(problem)[:200]
             if cell.device.type == "cuda":
                 torch.cuda.synchronize()
-    return rows, replays
-
-
-def _reason(problem: Exception) -> str:
-    if isinstance(problem, Unsupported):
-        return str(problem)
-    return repr(problem)[:200]
+    return found
