@@ -157,7 +157,7 @@ def cli(context: click.Context) -> None:
       0    all is well
       1    something is wrong: a result, an entry of the cache that cannot be removed, a full disk
       2    bad input, with one line that says what
-      3    a part of `check` could not be run here, and what ran is right
+      3    a part of `check`, or all that `bench` should time, could not be run here
       130  Ctrl-C
       141  whoever read the output has gone
     """
@@ -413,6 +413,57 @@ def bench(**options: Any) -> int:
     from .bench.command import BenchOptions, bench_command
 
     return bench_command(BenchOptions(**options))
+
+
+@cli.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("weave-machine.json"),
+    show_default=True,
+    metavar="FILE.json",
+    help="The machine's file. What was measured goes beside it, as FILE.rows.jsonl.",
+)
+@click.option(
+    "--name", metavar="NAME", help="What to call the machine.  [default: the file's name]"
+)
+@click.option(
+    "--measure-only", is_flag=True, help="Only time launches: the fit, on the CPU, comes later."
+)
+@click.option(
+    "--fit-rows",
+    "rows",
+    type=click.Path(path_type=Path),
+    metavar="FILE.jsonl",
+    help="Only fit what --measure-only wrote; needs no GPU.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True, max=15),
+    default=0.3,
+    show_default=True,
+    metavar="S",
+    help="Of replays, for each cell.",
+)
+@_JSON
+def calibrate(**options: Any) -> int:
+    """Measure this GPU for the simulator, and write a machine's file.
+
+    Its rates are measured, then our kernel is timed on a few layers; the simulator's costs are
+    fitted to two of them, and the error on two others is stated and kept in the file. Some minutes,
+    most of them on one core. A file that is changed afterwards is no longer called calibrated.
+
+    \b
+    weave-moe calibrate --out mine.json
+    weave-moe simulate --machine mine.json --preset qwen3-30b
+    weave-moe calibrate --measure-only && weave-moe calibrate --fit-rows weave-machine.rows.jsonl
+
+    Exit status: 0; 1 if a result was wrong or times were spread too wide, and then nothing is
+    written; 2 for bad input, and where there is no Hopper GPU.
+    """
+    from .bench.calibrate import CalibrateOptions, calibrate_command
+
+    return calibrate_command(CalibrateOptions(**options))
 
 
 @cli.command()
