@@ -33,7 +33,8 @@ from weave_moe.run.errors import InputError
 from weave_moe.shapes import POLICIES, LayerShape
 
 CPU = torch.device("cpu")
-QUICK = ("--seconds", "0.01", "--max-spread", "1000")
+HOST = ("--backend", "host")
+QUICK = (*HOST, "--seconds", "0.01", "--max-spread", "1000")
 SMALL = LayerShape(64, 32, 8, 2, "float32")
 
 
@@ -896,7 +897,8 @@ def test_times_too_spread_end_with_status_1(
         return {name: [100.0, 300.0] * 5 for name in replays}
 
     monkeypatch.setattr(measure, "in_turn", in_turn)
-    options = ("--tokens", "4", "--routing", "uniform", "--policy", "steal", "--out", tmp_path)
+    options: tuple[Any, ...] = ("--tokens", "4", "--routing", "uniform", "--policy", "steal")
+    options += ("--out", tmp_path, *HOST)
     result = call(*options, "--max-spread", "0.4")
     assert result.exit_code == 1
     assert "times are spread by 50.0%, more than 40.0%" in " ".join(result.stdout.split())
@@ -937,7 +939,7 @@ def test_what_was_measured_is_kept_when_the_rest_fails(
 
 
 def test_list_shows_who_is_here_and_why_others_are_not(tmp_path: Path) -> None:
-    result = call("--list", "--rivals", "torch-grouped_mm,vllm", "--out", tmp_path / "none")
+    result = call("--list", *HOST, "--rivals", "torch-grouped_mm,vllm", "--out", tmp_path / "none")
     assert result.exit_code == 0
     assert "torch-grouped_mm (torch 2" in result.stdout
     assert (
@@ -945,7 +947,7 @@ def test_list_shows_who_is_here_and_why_others_are_not(tmp_path: Path) -> None:
         or contestants.installed(contestants.RIVALS["vllm"]) is None
     )
     assert not (tmp_path / "none").exists()
-    document = json.loads(call("--list", "--json").stdout)
+    document = json.loads(call("--list", *HOST, "--json").stdout)
     assert set(document["rivals"]) | set(document["absent"]) == set(contestants.RIVALS)
 
 
@@ -1130,3 +1132,22 @@ def test_the_best_is_bold_and_sections_are_in_order() -> None:
     table = outputs.rich_table(found[0])
     assert table.rows[0].style == "bold"
     assert outputs.rich_table(found[1]).rows[0].style == ""
+
+
+# --- on a GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_graphs_are_timed_alone_and_beside_a_neighbour(tmp_path: Path) -> None:
+    result = call(
+        *("--preset", "olmoe", "--tokens", "1,64,2048", "--routing", "zipf", "--neighbour", "16"),
+        *("--rivals", "torch-eager,torch-grouped_mm", "--out", tmp_path, "--max-spread", "0.3"),
+    )
+    assert result.exit_code == 0, result.output
+    rows = rows_of(tmp_path)
+    assert {row["status"] for row in rows} == {"timed"}
+    for row in rows:
+        assert 0 < row["of_floor"] < 1.2
+        assert row["timed_as"] == ("calls" if row["contestant"] == "torch-eager" else "graph")
+        assert row["rel_err"] < 1e-2
+    assert {row["neighbour_sms"] for row in rows} == {0, 16}

@@ -92,6 +92,8 @@ def _steady(
     times: dict[str, list[float]] = {}
     widths: dict[str, float] = {}
     for factor in (1, 2):
+        if cell.device.type == "cuda":
+            torch.cuda.synchronize(cell.device)
         with _stream(cell.device):
             for replay in replays.values():  # what is sent once is sent before SMs are held
                 replay()

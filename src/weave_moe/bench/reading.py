@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 __all__ = ["read"]
 
 
+# Plain, as triton's compiler reads it: no annotations besides constexpr.
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def read(x: Any, sink: Any, block: tl.constexpr, steps: tl.constexpr) -> None:
+def read(x, sink, block: tl.constexpr, steps: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program p reads elements p * block * steps and on; x: bf16, sink: one fp32 element."""
     start = tl.program_id(0).to(tl.int64) * block * steps
     total = tl.zeros((block,), tl.float32)

@@ -91,7 +91,9 @@ def transformers_batched(layer: Layer, w: Weights) -> Contestant:
 
     def f(x: Tensor, ids: Tensor, weights: Tensor, logits: Tensor | None) -> Tensor:
         size = ids.numel() * layer.shape.expert_bytes
-        if x.device.type == "cuda" and size > torch.cuda.mem_get_info(x.device)[0] / 2:
+        # Asked of the first call, which is as large as those that are captured.
+        asking = x.is_cuda and not torch.cuda.is_current_stream_capturing()
+        if asking and size > torch.cuda.mem_get_info(x.device)[0] / 2:
             raise Unsupported(f"it copies each slot's weights, here {size / 1e9:.0f} GB")
         y: Tensor = experts(x, ids, weights)
         return y
@@ -123,14 +125,12 @@ def vllm(layer: Layer, w: Weights) -> Contestant:
     fused = import_module("vllm.model_executor.layers.fused_moe").fused_experts
     config = import_module("vllm.config")
 
-    def around() -> Any:
-        # Newer versions look for the engine's settings.
-        if hasattr(config, "set_current_vllm_config"):
-            return config.set_current_vllm_config(config.VllmConfig())
-        return contextlib.nullcontext()
+    # Newer versions look for the engine's settings.
+    current = getattr(config, "set_current_vllm_config", None)
+    settings = None if current is None else config.VllmConfig()
 
     def f(x: Tensor, ids: Tensor, weights: Tensor, logits: Tensor | None) -> Tensor:
-        with around():
+        with contextlib.nullcontext() if current is None else current(settings):
             y: Tensor = fused(x, w.w13, w.w2, weights, ids)
         return y
 
