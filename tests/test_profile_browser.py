@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import pytest
 from click.testing import CliRunner
 
 from weave_moe.cli import cli
-from weave_moe.profile import load_profile
+from weave_moe.profile import load_profile, save_profile
 from weave_moe.profile.measures import summarise
 
 CHROMIUM = next(
@@ -273,6 +274,20 @@ def test_a_request_would_be_refused_by_the_page(browser: Browser, recorded: Path
     page.write_text(text.replace("</header>", '<img src="http://127.0.0.1:9/x.png"></header>'))
     browser.open(page)
     assert any("Content Security Policy" in json.dumps(entry) for entry in browser.complaints())
+
+
+def test_texts_of_a_file_stay_texts(browser: Browser, recorded: Path, tmp_path: Path) -> None:
+    hostile = "</script x><script>document.body.dataset.owned = 1</script><img src=x onerror=y>"
+    profile = load_profile(recorded / "profile.npz")
+    runs = (replace(profile.runs[0], policy=hostile), *profile.runs[1:])
+    changed = replace(profile, title=hostile, routing=hostile, notes=(hostile,), runs=runs)
+    (tmp_path / "a.npz").write_bytes(save_profile(changed))
+    browser.open(made(tmp_path, "--from", str(tmp_path / "a.npz")) / "profile.html")
+    assert browser.complaints() == []
+    assert browser.state()["policy"] == hostile
+    assert "owned" not in browser.state()
+    assert browser.run("document.querySelector('h1').textContent") == hostile
+    assert browser.run("document.querySelector('img')") is None
 
 
 def test_a_policy_is_chosen_in_three_ways(browser: Browser, predicted: Path) -> None:
