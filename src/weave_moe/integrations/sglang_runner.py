@@ -40,8 +40,8 @@ HOOKED: Final = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMetho
 LAYER: Final = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__"
 
 _log = logging.getLogger("sglang.weave_moe")
-_LARGEST_CALL: Final = 8192
-"""Tokens to make kernels for; larger calls use the same ones."""
+_LARGEST_CALL: Final = 16_384
+"""Tokens to make kernels for: the most that one launch takes; larger calls are several."""
 
 # Server arguments under which SGLang's own runner does more than compute experts.
 _FLAGS: Final = {

@@ -38,8 +38,8 @@ REPLACED: Final = "UnquantizedFusedMoEMethod"
 
 _log = logging.getLogger("vllm.weave_moe")
 _STANDARD = modular.FusedMoEActivationFormat.Standard
-_LARGEST_CALL: Final = 8192
-"""Tokens to make kernels for where vLLM's scheduler cannot be asked; larger calls use the same."""
+_LARGEST_CALL: Final = 16_384
+"""Tokens to make kernels for where vLLM's scheduler cannot be asked: the most of one launch."""
 
 
 # ---- What vLLM's activations are here -----------------------------------------------------------
