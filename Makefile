@@ -30,4 +30,4 @@ $(VENV)/ready-test: pyproject.toml tools/setup_venv.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis weave-run
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis weave-run weave-profile

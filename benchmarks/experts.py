@@ -34,9 +34,11 @@ from typing import Any
 
 import common
 import torch
-from common import Cell, Layer, Row
+from common import Cell, Row
 
-import weave_moe
+from weave_moe.bench import contestants
+from weave_moe.bench.cells import Layer, Weights, prepare
+from weave_moe.shapes import LayerShape
 
 Factory = Callable[..., Any]
 
@@ -44,45 +46,22 @@ Factory = Callable[..., Any]
 def weave(policy: str, device: torch.device) -> Factory:
     """A factory for our own contestant under a policy."""
     backend = "cuda" if device.type == "cuda" else "reference"
-
-    def factory(w13, w2):
-        def f(x, ids, weights, logits):
-            return weave_moe.fused_experts(
-                x, w13, w2, weights, ids, policy=policy, backend=backend, workspace=None
-            )
-
-        f.version = weave_moe.__version__
-        f.note = "ids to output"
-        return f
-
-    return factory
+    return of_weights(contestants.ours(policy, backend))
 
 
-def torch_grouped(w13, w2):
-    """torch's grouped matrix products with torch operators around them."""
-    experts = w13.shape[0]
-    up, down = w13.transpose(1, 2), w2.transpose(1, 2)
+def of_weights(factory: contestants.Factory) -> Factory:
+    """A factory of w13 and w2 from one of the package, for a plain layer of any top-k."""
 
-    def f(x, ids, weights, logits):
-        flat = ids.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
-        counts.scatter_add_(0, flat.long(), torch.ones_like(flat))
-        offsets = torch.cumsum(counts, 0, dtype=torch.int32)
-        h = torch._grouped_mm(x[order // ids.shape[1]], up, offs=offsets)
-        gate, value = h.chunk(2, dim=1)
-        rows = torch._grouped_mm(torch.nn.functional.silu(gate) * value, down, offs=offsets)
-        scaled = rows.float() * weights.reshape(-1)[order][:, None]
-        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        return y.index_add_(0, order // ids.shape[1], scaled).to(x.dtype)
+    def made(w13, w2):
+        experts, hidden, inter = w2.shape
+        dtype = str(w13.dtype).removeprefix("torch.")
+        return factory(Layer(LayerShape(hidden, inter, experts, 1, dtype)), Weights(w13, w2))
 
-    f.version = torch.__version__
-    f.note = "sort, gather, grouped_mm, silu, grouped_mm, scatter: torch operators"
-    return f
+    return made
 
 
 def load_rivals(path: str | None) -> dict[str, Factory]:
-    rivals: dict[str, Factory] = {"torch": torch_grouped}
+    rivals: dict[str, Factory] = {"torch": of_weights(contestants.grouped)}
     if path:
         spec = importlib.util.spec_from_file_location("rivals", path)
         assert spec is not None
@@ -93,7 +72,7 @@ def load_rivals(path: str | None) -> dict[str, Factory]:
     return rivals
 
 
-def make(name: str, rivals: dict[str, Factory], layers: list[Layer]) -> Any:
+def make(name: str, rivals: dict[str, Factory], layers: list[common.Layer]) -> Any:
     """A contestant's functions, one for each weight set, or the exception that making them gave."""
     try:
         family, _, policy = name.partition(":")
@@ -104,20 +83,9 @@ def make(name: str, rivals: dict[str, Factory], layers: list[Layer]) -> Any:
         return problem
 
 
-def run_cell(cell: Cell, contestants: dict[str, Any], seconds: float) -> list[Row]:
+def run_cell(cell: Cell, functions: dict[str, Any], seconds: float) -> list[Row]:
     """A row for each contestant: name -> functions, one for each weight set, or why it has none."""
-    rows, graphs = {}, {}
-    for name, functions in contestants.items():
-        row = rows[name] = {**cell.row, "contestant": name}
-        try:
-            if isinstance(functions, Exception):
-                raise functions
-            if cell.check(functions, row):
-                graphs[name] = cell.graph(functions)
-        except Exception as problem:  # a rival that does not run is a row, not the end
-            row["error"] = repr(problem)[:200]
-            if cell.device.type == "cuda":
-                torch.cuda.synchronize()
+    rows, graphs, _ = prepare(cell, functions)
     for name, times in common.in_turn(graphs, cell.device, seconds).items():
         common.timed(rows[name], [us / cell.calls for us in times], cell.floor)
     common.check_launches(cell.device)

@@ -37,6 +37,7 @@ from weave_moe.simulate.calibrate import (
     START,
     Cell,
     Predicted,
+    errors_of,
     fit,
     predict,
     ranking,
@@ -57,27 +58,6 @@ SEED = 1
 """Other routings than the fit's, which could be fitted to their chance."""
 SPEED_TASKS = 100_000
 SPEED_BAR_S = 2.0
-
-
-def errors_of(predicted: list[Predicted]) -> dict[str, Any]:
-    """Median and worst, over all and by policy, and the ranking of policies."""
-    policies = sorted({p.cell.policy for p in predicted})
-    order = ranking(predicted)
-    return {
-        "models": sorted({p.cell.model for p in predicted}),
-        "tokens": sorted({p.cell.tokens for p in predicted}),
-        "held": sorted({p.cell.held for p in predicted}),
-        **summary(predicted),
-        "by_policy": {
-            policy: summary([p for p in predicted if p.cell.policy == policy])
-            for policy in policies
-        },
-        "ranking": {
-            "pairs_above_5_percent": order.pairs,
-            "right": order.right,
-            "policies_measured": policies,
-        },
-    }
 
 
 def show(title: str, predicted: list[Predicted], *, cells: bool) -> None:

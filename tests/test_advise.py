@@ -43,7 +43,7 @@ from weave_moe.layer import MoELayer, moe_layer
 from weave_moe.presets import PRESETS, Preset, from_config, preset
 from weave_moe.routing import RoutingConfig
 from weave_moe.shapes import LayerShape
-from weave_moe.simulate import MACHINES, load_machine
+from weave_moe.simulate import MACHINES, calibration, load_machine
 from weave_moe.simulate.calibrate import SHAPES, Cell, draw_routings
 
 ROOT = Path(__file__).parents[1]
@@ -193,7 +193,7 @@ def test_what_is_simulated_says_no_where_measurements_say_no(place: tuple[str, i
 
 def test_the_errors_taken_off_are_those_of_the_shipped_rows() -> None:
     errors = ratio_errors()
-    stated = module.calibration()["errors"]["held_out"]
+    stated = calibration()["errors"]["held_out"]
     for error in (errors.time, errors.policies):
         assert 0.002 < error <= stated["worst"] * 1.2
 
@@ -310,7 +310,7 @@ def test_held_sms_and_a_hot_expert_are_what_it_is_for() -> None:
     held = advise(layer, ids, share=0.8, held=48, exponents=())
     assert held.verdict == "use"
     assert held.against == "simulated"
-    unmeasured = "policies" not in module.calibration()["errors"]
+    unmeasured = "policies" not in calibration()["errors"]
     assert any("48 held SMs" in note for note in held.notes) == unmeasured
     hot = routing(256, 128, 8)
     hot[:, 0] = 77

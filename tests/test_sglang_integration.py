@@ -266,6 +266,16 @@ def test_what_is_asked_for_by_name_is_left_alone(
     assert "biases are float32" in on_cpu.ours.problem_of(method, config_of(on_cpu))
 
 
+def test_where_kernels_cannot_be_made_sglang_s_runner_stays(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_cpu.ours, "make_kernels", lambda *args, **options: "no compiler")
+    with lines_of("sglang.weave_moe") as said:
+        layer: Any = layer_of(on_cpu, experts_case(5, 64, 32))
+    assert layer.quant_method.runner.runner_backend.value == "triton"
+    assert said == ["weave-moe: layer 3: not used, no compiler"]
+
+
 def test_a_layer_with_another_method_is_named_too(on_cpu: SimpleNamespace) -> None:
     """Quantised weights: SGLang's class for them is not the one that is hooked."""
 

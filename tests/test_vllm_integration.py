@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import logging
 import os
 import subprocess
 import sys
@@ -22,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fakes import vllm_standin
 from fakes.packages import engine, lines_of
 from generators import TOLERANCE, Case, assert_rows_close, experts_case, generator
+from weave_moe.integrations import switch
 from weave_moe.integrations import vllm as plugin
 from weave_moe.reference import experts_reference
-from weave_moe.shapes import Activation, check_experts
+from weave_moe.shapes import Activation, LayerShape, check_experts
 
 OURS = ("weave_moe.integrations.vllm_experts",)
 
@@ -328,6 +330,53 @@ def test_a_refused_layer_keeps_vllm_s_experts_and_the_log_says_why(
     with lines_of("vllm.weave_moe") as said:
         method.process_weights_after_loading(SimpleNamespace(layer_name="model.layers.0.experts"))
     assert said == [f"weave-moe: model.layers.0.experts: not used, {found}"]
+
+
+def test_where_kernels_cannot_be_made_vllm_s_experts_stay(
+    installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = installed.method.UnquantizedFusedMoEMethod
+    case, seen = experts_case(5, 64, 32), []
+    layer: Any = layer_of(installed, case)
+    method = base(moe_config(installed))
+    theirs = method._weave_instead
+    monkeypatch.setattr(
+        base,
+        "process_weights_after_loading",
+        lambda self, layer: seen.append((self.unquantized_backend, self.experts_cls)),
+    )
+    monkeypatch.setattr(installed.ours, "make_kernels", lambda *args, **options: "no compiler")
+    with lines_of("vllm.weave_moe") as said:
+        method.process_weights_after_loading(layer)
+    assert seen == [theirs]
+    assert theirs[1] is not installed.ours.WeaveExperts
+    assert said == ["weave-moe: model.layers.3.mlp.experts: not used, no compiler"]
+
+
+def test_kernels_are_made_once_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    cuda = importlib.import_module("weave_moe.backends.cuda")
+    monkeypatch.setattr(cuda, "warmup", lambda *args, **options: calls.append((args, options)))
+    monkeypatch.setattr(switch, "device_here", lambda kind: (kind, 3 if kind == "cuda" else None))
+    monkeypatch.setattr(switch, "_made", set())
+    shape, silu = LayerShape(64, 32, 4, 2), Activation("silu", limit=7.0)
+
+    def make(device: str = "cuda", bias: bool = True, tokens: int = 512) -> str | None:
+        return switch.make_kernels(device, shape, silu, bias=bias, tokens=tokens, log=log)
+
+    log = logging.getLogger("vllm.weave_moe")
+    with lines_of("vllm.weave_moe") as said:
+        assert [make(), make(), make(bias=False), make("cpu")] == [None] * 4
+    assert calls[0] == ((shape, 512), {"activation": silu, "bias": True, "device": 3})
+    assert len(calls) == len(said) == 2
+    assert said[0].startswith("weave-moe: kernels for up to 512 tokens are loaded")
+
+    def fails(*args: Any, **options: Any) -> None:
+        raise OSError("no compiler here\nand more")
+
+    monkeypatch.setattr(cuda, "warmup", fails)
+    assert make(tokens=1024) == "its kernels cannot be made: no compiler here"
+    assert make() is None
 
 
 def test_a_layer_with_another_method_is_named_too(installed: SimpleNamespace) -> None:

@@ -20,6 +20,7 @@ from .run.errors import InputError
 __all__ = ["cli", "main"]
 
 BACKENDS = ("auto", "host", "reference", "cuda")
+PLACES = ("auto", "host", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
 CACHE_ACTIONS = ("list", "size", "clear")
 PARTS = ("all", "host", "cuda")
@@ -39,8 +40,8 @@ _CONFIG = click.option(
 _ROUTING = click.option(
     "--routing",
     metavar="SOURCE",
-    help="trace:NAME, trace:FILE.npz, text:NAME, text:FILE, uniform, zipf[:A] or hot[:SHARE].  "
-    "[default: the shipped model's trace; uniform with --preset or --config]",
+    help="trace:NAME, trace:FILE.npz, text:NAME, text:FILE, uniform, zipf[:A], dirichlet[:A] or "
+    "hot[:SHARE].  [default: the shipped model's trace; uniform with --preset or --config]",
 )
 _LAYER = click.option(
     "--layer", type=int, metavar="L", help="Layer of a trace or text.  [default: 0]"
@@ -51,6 +52,19 @@ _POLICY = click.option(
     show_default=True,
     metavar="NAMES",
     help="Policies to compare, with commas between, or all.",
+)
+_WORKERS = click.option(
+    "--workers",
+    type=click.IntRange(min=1, max=1024),
+    metavar="N",
+    help="Workers of the CPU engine, a thread each.  [default: the cores, from 4 to 16]",
+)
+_SCALE = click.option(
+    "--scale",
+    default="auto",
+    show_default=True,
+    metavar="F",
+    help="Factor for H and I, such as 1/8. auto: on a CPU, as far down as its plain loops need.",
 )
 _MACHINE = click.option(
     "--machine",
@@ -143,7 +157,7 @@ def cli(context: click.Context) -> None:
       0    all is well
       1    something is wrong: a result, an entry of the cache that cannot be removed, a full disk
       2    bad input, with one line that says what
-      3    a part of `check` could not be run here, and what ran is right
+      3    a part of `check`, or all that `bench` should time, could not be run here
       130  Ctrl-C
       141  whoever read the output has gone
     """
@@ -172,22 +186,11 @@ def presets() -> None:
 @_LAYER
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
 @_POLICY
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1, max=1024),
-    metavar="N",
-    help="Workers of the CPU engine, a thread each.  [default: the cores, from 4 to 16]",
-)
+@_WORKERS
 @click.option(
     "--dtype", type=click.Choice(DTYPES), help="[default: the model's own, bfloat16 for a preset]"
 )
-@click.option(
-    "--scale",
-    default="auto",
-    show_default=True,
-    metavar="F",
-    help="Factor for H and I, such as 1/8. auto: on a CPU, as far down as its plain loops need.",
-)
+@_SCALE
 @_SEED
 @_OUT
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
@@ -310,6 +313,160 @@ def check(backend: str, as_json: bool) -> int:
 
 
 @cli.command()
+@click.option(
+    "--preset",
+    metavar="NAMES",
+    help="Models' layers, with commas between; `weave-moe presets` lists them.  [default: "
+    "qwen3-30b; on a CPU the shipped model's]",
+)
+@_CONFIG
+@click.option(
+    "--tokens",
+    metavar="LIST",
+    help="Tokens of a call, with commas between.  [default: 1,4,16,64,256,1024,4096; on a CPU "
+    "16,64]",
+)
+@click.option(
+    "--routing",
+    default="uniform,zipf",
+    show_default=True,
+    metavar="SOURCES",
+    help="With commas between: uniform, zipf[:A], dirichlet[:A], hot[:SHARE], trace:NAME or "
+    "trace:FILE.npz.",
+)
+@click.option(
+    "--layer", type=int, metavar="L", help="Layer of the traces.  [default: another one each call]"
+)
+@click.option(
+    "--dtype",
+    metavar="NAMES",
+    help="bfloat16, float16, on a CPU also float32, with commas between.  [default: the model's]",
+)
+@_POLICY
+@click.option(
+    "--rivals",
+    default="all",
+    show_default=True,
+    metavar="NAMES",
+    help="Other implementations, with commas between; all that are installed, or none. --list "
+    "shows them.",
+)
+@click.option(
+    "--neighbour",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Time all of it once more while another kernel keeps N SMs busy.",
+)
+@click.option(
+    "--tensor-parallel",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Time one GPU's part of experts that are cut among N.",
+)
+@click.option("--backend", type=click.Choice(PLACES), default="auto", show_default=True)
+@_WORKERS
+@_SCALE
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True, max=15),
+    metavar="S",
+    help="Of replays, for each cell.  [default: 0.4, above 256 tokens 1.5]",
+)
+@click.option(
+    "--max-spread",
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="Refuse times whose quartiles lie further than 2 X medians apart.  [default: 0.05; on a "
+    "CPU 0.5]",
+)
+@_SEED
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("weave-bench"),
+    show_default=True,
+    metavar="DIR",
+    help="Folder for bench.jsonl, bench.csv, bench.md and bench.png.",
+)
+@click.option("--list", "listed", is_flag=True, help="Show what there is to compare with, and end.")
+@_JSON
+def bench(**options: Any) -> int:
+    """Time the layer beside other implementations: right first, then fast.
+
+    Everyone's result is compared with a plain fp32 computation before anything is timed. Then CUDA
+    graphs with changing inputs, routings and weights are replayed, contestants in turn. Times are
+    held against what the GPU was just measured to do at best. On a CPU this times the CPU engine,
+    which says nothing about speed.
+
+    \b
+    weave-moe bench --preset qwen3-30b,mixtral-8x7b --tokens 16,256 --routing uniform,zipf:1.2
+    weave-moe bench --config path/to/config.json --tensor-parallel 8 --neighbour 16
+    weave-moe bench --list
+
+    Exit status: 0; 1 if a time is not reported, because a result was wrong or times were spread too
+    wide; 3 if nothing of ours could be timed; 2 for bad input.
+    """
+    from .bench.command import BenchOptions, bench_command
+
+    return bench_command(BenchOptions(**options))
+
+
+@cli.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("weave-machine.json"),
+    show_default=True,
+    metavar="FILE.json",
+    help="The machine's file. What was measured goes beside it, as FILE.rows.jsonl.",
+)
+@click.option(
+    "--name", metavar="NAME", help="What to call the machine.  [default: the file's name]"
+)
+@click.option(
+    "--measure-only", is_flag=True, help="Only time launches: the fit, on the CPU, comes later."
+)
+@click.option(
+    "--fit-rows",
+    "rows",
+    type=click.Path(path_type=Path),
+    metavar="FILE.jsonl",
+    help="Only fit what --measure-only wrote; needs no GPU.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True, max=15),
+    default=0.3,
+    show_default=True,
+    metavar="S",
+    help="Of replays, for each cell.",
+)
+@_JSON
+def calibrate(**options: Any) -> int:
+    """Measure this GPU for the simulator, and write a machine's file.
+
+    Its rates are measured, then our kernel is timed on a few layers; the simulator's costs are
+    fitted to two of them, and the error on two others is stated and kept in the file. Some minutes,
+    most of them on one core. A file that is changed afterwards is no longer called calibrated.
+
+    \b
+    weave-moe calibrate --out mine.json
+    weave-moe simulate --machine mine.json --preset qwen3-30b
+    weave-moe calibrate --measure-only && weave-moe calibrate --fit-rows weave-machine.rows.jsonl
+
+    Exit status: 0; 1 if a result was wrong or times were spread too wide, and then nothing is
+    written; 2 for bad input, and where there is no Hopper GPU.
+    """
+    from .bench.calibrate import CalibrateOptions, calibrate_command
+
+    return calibrate_command(CalibrateOptions(**options))
+
+
+@cli.command()
 @_PRESET
 @_CONFIG
 @click.option(
@@ -429,6 +586,85 @@ def advise(**options: Any) -> int:
     from .advise.command import AdviseOptions, advise_command
 
     return advise_command(AdviseOptions(**options))
+
+
+@cli.command()
+@_PRESET
+@_CONFIG
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1, max=131072),
+    metavar="N",
+    help="Tokens in the batch.  [default: 512; of a trace or text 2048, or all of it]",
+)
+@_ROUTING
+@_LAYER
+@_POLICY
+@click.option(
+    "--backend",
+    type=click.Choice(("host", "cuda")),
+    help="What to record: host, the CPU engine. The GPU kernel does not record yet.  "
+    "[default: host]",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1, max=1024),
+    metavar="N",
+    help="Workers of the CPU engine, a thread each.  [default: the cores, from 4 to 16]",
+)
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), help="[default: the model's own, bfloat16 for a preset]"
+)
+@click.option(
+    "--scale",
+    metavar="F",
+    help="Factor for H and I, such as 1/8.  [default: auto, as far down as the CPU needs]",
+)
+@click.option("--simulate", is_flag=True, help="Predict the records of a GPU instead; run nothing.")
+@click.option("--machine", metavar="NAME|FILE.json", help="Of a simulation.  [default: h200]")
+@click.option(
+    "--held",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Of a simulation: SMs that another kernel holds meanwhile.  [default: 0]",
+)
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(path_type=Path),
+    metavar="FILE.npz",
+    help="Report what was recorded before, here or on another machine; run nothing.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="[default: 0]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("weave-profile"),
+    show_default=True,
+    metavar="DIR",
+    help="Folder for profile.html, profile.json, profile.png and profile.npz.",
+)
+@_JSON
+def profile(**options: Any) -> int:
+    """Record every task of a layer under several policies, and report where the time went.
+
+    profile.html is a report that needs no network: timelines, busy workers over time, waits,
+    thefts, load of the experts, weights read, policies side by side. profile.json opens in
+    https://ui.perfetto.dev, profile.png is a heat map, profile.npz holds the records.
+
+    The CPU engine records; its results are checked first. The GPU kernel does not record yet:
+    --simulate predicts its records.
+
+    \b
+    weave-moe profile --preset qwen3-30b --routing zipf --policy steal,static_expert
+    weave-moe profile --simulate --preset qwen3-30b --tokens 64 --routing zipf
+    weave-moe profile --from weave-profile/profile.npz --out again
+
+    Exit status: 0; 1 if a result is wrong; 2 for bad input.
+    """
+    from .profile.command import ProfileOptions, profile_command
+
+    return profile_command(ProfileOptions(**options))
 
 
 def main() -> None:

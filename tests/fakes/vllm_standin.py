@@ -341,14 +341,16 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase, CustomOp):
             empty = torch.empty(shape, dtype=params_dtype)
             layer.register_parameter(key, nn.Parameter(empty, requires_grad=False))
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        biases = (layer.w13_bias, layer.w2_bias) if self.moe.has_bias else (None, None)
-        self.moe_quant_config = FusedMoEQuantConfig(
-            *biases,
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
+        return FusedMoEQuantConfig(
+            *((layer.w13_bias, layer.w2_bias) if self.moe.has_bias else (None, None)),
             getattr(layer, "swiglu_alpha", None),
             getattr(layer, "swiglu_beta", None),
             getattr(layer, "swiglu_limit", None),
         )
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config)
         self.moe_kernel = FusedMoEKernel(experts)
 

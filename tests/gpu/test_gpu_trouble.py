@@ -118,8 +118,10 @@ def test_launches_behind_one_that_gives_up(gpu: torch.device) -> None:
 
 @pytest.mark.parametrize("tokens", [40, 1100])
 def test_two_launches_in_one_workspace_are_detected(gpu: torch.device, tokens: int) -> None:
-    case = make(SMALL, tokens)
-    want = check(case)
+    # Of different routings and inputs, so that one's plan is wrong for the other.
+    cases = [make(SMALL, tokens, seed=seed, routing=skewed) for seed in range(2)]
+    wants = [check(case) for case in cases]
+    want, case = wants[0], cases[0]
     workspace = weave_moe.Workspace()
     workspace._spin_limit = 200_000  # type: ignore[attr-defined]  # tenths of a second, not seconds
     case.run(workspace=workspace)
@@ -134,15 +136,15 @@ def test_two_launches_in_one_workspace_are_detected(gpu: torch.device, tokens: i
         try:
             for i, out in enumerate(outs):
                 with torch.cuda.stream(streams[i % 2]):
-                    case.run(workspace=workspace, out=out)
+                    cases[i % 2].run(workspace=workspace, out=out)
             torch.cuda.synchronize()
             weave_moe.check()
         except KernelError as caught:
             error = caught
         torch.cuda.synchronize()
         if error is None:
-            for out in outs:
-                assert same_bits(out, want), "wrong, and nothing said so"
+            for i, out in enumerate(outs):
+                assert same_bits(out, wants[i % 2]), "wrong, and nothing said so"
         else:
             detected += 1
             try:  # launches that ran on after the error was raised

@@ -24,7 +24,8 @@ from ..presets import Preset
 from ..routing import route, router_logits
 from ..run.sources import Source, synthetic
 from ..shapes import LayerShape
-from ..simulate import Machine, Simulated, calibration, load_machine, simulate
+from ..simulate import Machine, Simulated, load_machine, simulate
+from ..simulate.machine import Calibrated, calibration_of
 from ..tools.choice import choose_plan
 from .measured import MeasuredCell, measured_near, ratio_errors
 from .memory import GPU_GB, Memory, ModelSize, fit_memory, size_of_preset
@@ -289,7 +290,9 @@ def advise(
         results.append(simulate(shape, local, policy=policy, machine=chosen, held=held))
     times = {r.policy: r.time_us for r in results}
     cells: tuple[MeasuredCell, ...] = ()
-    if chosen.verified and not held and parts == 1:
+    # What was measured beside others was measured on the shipped machine.
+    shipped = chosen.verified and not isinstance(chosen, Calibrated)
+    if shipped and not held and parts == 1:
         loads = np.bincount(local[local >= 0], minlength=shape.experts)
         cells = measured_near(shape, len(local), int((loads > 0).sum()), int(loads.max()))
     against, versus, speedup, sure = _speedup(times, static, now_us, cells)
@@ -367,7 +370,7 @@ def _one_gpu(
 
 def _notes(machine: Machine, tokens: int, held: int, gpus: int, split: str) -> list[str]:
     notes = []
-    errors = calibration()["errors"]
+    errors = calibration_of(machine)["errors"]
     most_held = errors["policies"]["held"][-1] if "policies" in errors else 0
     outside = [] if machine.verified else [f"machine {machine.name}"]
     outside += [f"{tokens} tokens"] if tokens > errors["held_out"]["tokens"][-1] else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import dataclass, replace
 from functools import cache
@@ -78,6 +79,7 @@ def _device(index: int) -> _Device:
     )
 
 
+_calls = itertools.count(1)
 _pools: dict[int, BufferPool] = {}
 _pools_lock = threading.Lock()
 
@@ -406,6 +408,7 @@ def _launch(
             setattr(p if name == "chunk_tokens" else p.plan, name, at)
             at += 4 * words
     p.max_rows = needs.h_rows - plan.width_cap
+    p.call = next(_calls) & 0xFFFF_FFFF
     base = buffers.counters.data_ptr()
     shared = p.shared
     shared.control = base

@@ -125,6 +125,7 @@ struct Launch {
   u32 bias_step, bias_up;   // gated b13: from one element to the next, and from its gate to its up
   u32 hold_down;  // down weights wait for the gate_up tiles of their group
   u32 combine_tokens, combine_slices, slice;
+  u32 call;         // differs from any other call's that may be under way
   u32 max_rows;
   u32 trace_tasks;  // records of a block; later tasks leave none
   u32 sort_chunks, chunk_slots;  // many tokens: the slots, cut for sorting; a multiple of top_k

@@ -28,7 +28,8 @@ WEAVE_FN void run_block(const Block& b, const Plan<Index>& plan, const ExpertOf&
 
 // One warp, after every block has left: whatever was written becomes NaN, and the host is told.
 WEAVE_FN void report_failure(const Launch& p) {
-  const u64 words = (u64)p.tokens * p.hidden / 2;
+  // With many tokens combine, which follows, does that.
+  const u64 words = MANY ? 0 : (u64)p.tokens * p.hidden / 2;
   for (u64 i = threadIdx.x & 31; i < words; i += 32) ((u32*)p.out)[i] = ~0u;
   __threadfence_system();
   if ((threadIdx.x & 31) == 0) *(volatile u32*)p.host_error = load_relaxed(&p.shared.control->error);
@@ -67,18 +68,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   wait_for_previous_launch();
   if (threadIdx.x == 0) trace_clock(p, 0);
 
-  u32 arrival = 0, error = OK;
+  u32 arrival = 0, error = OK, call = p.call;
   u64 ticket = 0;
   if (threadIdx.x == WEIGHT_WARP * 32) {
     // No result is needed before the plan is known. A ticket holds for whatever plan there will be.
     arrival = add_relaxed(&p.shared.control->entered, 1u);
     error = load_relaxed(&p.shared.control->error);
+    if (MANY) call = load_relaxed(&p.shared.control->call);
     ticket = add_relaxed(&p.shared.control->tick[0], (u64)1);
   }
   // Called by the weight producer's first lane before the barrier that ends planning. Behind a failed launch the workspace
   // is as that one left it; beside another launch it is not ours.
   const auto refuse = [&] {
-    if (error == OK && arrival < gridDim.x) return;
+    if (error == OK && arrival < gridDim.x && call == p.call) return;
     fail(p.shared.control, OVERLAP);  // an earlier error stays
     s.refused = 1;
   };

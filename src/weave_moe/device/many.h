@@ -174,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1) weave_sort(const _
     const u32 chunk = next;
     if (chunk >= p.sort_chunks) break;
     if (threadIdx.x == 0) {
+      if (chunk == 0) store_relaxed(&control->call, p.call);
       m.chunks()[held] = chunk;
       ticket = add_relaxed(&control->gather, 1u);  // on its way while this chunk is counted
     }
@@ -213,7 +214,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_WARPS * 32) weave_combine(c
   u32 row = lane < p.top_k ? p.plan.slot_row[slot] : NONE;
   if (row >= p.max_rows) row = NONE;  // skipped, or another launch is writing its plan over ours
   const float weight = row != NONE ? combine_weight(p, slot) : 0.f;
-  if (failed(p.shared.control)) {  // a launch before this one gave up
+  const bool ours = load_relaxed(&p.shared.control->call) == p.call;
+  if (!ours && !failed(p.shared.control) && unit == 0 && lane == 0) {
+    // Another call has sorted in this workspace since. An error that is there already stays.
+    fail(p.shared.control, OVERLAP);
+    __threadfence_system();
+    *(volatile u32*)p.host_error = OVERLAP;
+  }
+  if (!ours || failed(p.shared.control)) {  // or a launch before this one gave up
     if (f < p.hidden) *(uint4*)((u16*)p.out + (u64)token * p.hidden + f) = make_uint4(~0u, ~0u, ~0u, ~0u);
     return;
   }

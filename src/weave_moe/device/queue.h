@@ -21,7 +21,7 @@
 // stage only when its queue of the stage before is empty and that stage's dispenser is exhausted, so every earlier task
 // is finished, running, or in the queue of a running worker, which runs it before anything that waits. A task waits only
 // on tasks of earlier stages. So every wait ends, even if one worker is the only one that ever runs.
-// All claims are relaxed: a task number is an index into a plan that every worker has acquired before its first claim,
+// All claims are relaxed: a task number is an index into a plan that every worker has acquired before it uses a claim,
 // and data goes from task to task through the counters of scheduler.h. The model: queue.pml.
 #pragma once
 #include "plan.h"

@@ -10,7 +10,7 @@ namespace weave {
 enum Error : u32 {
   OK = 0,
   OVERLAP = 1,        // two launches in one workspace at the same time
-  PLAN_TIMEOUT = 2,   // the plan was not published in time
+  PLAN_TIMEOUT = 2,   // the plan was not published, or with many tokens the slots not counted, in time
   TASK_TIMEOUT = 3,   // a task that this one needs was not finished in time
   RING_TIMEOUT = 4,   // GPU: a stage of the shared-memory ring was not filled or freed in time
 };
@@ -23,6 +23,8 @@ struct Control {
   u32 gather;         // GPU: blocks of rows of x, or chunks of slots, handed out
   u32 counted, sorted;  // GPU, sorting for many tokens: chunks that are counted; workers that are done
   u64 tick[STAGES];
+  u32 call;  // GPU, many tokens: whose plan this is
+  u32 pad;
 };
 enum PlanState : u32 { PLAN_NONE = 0, PLAN_CLAIMED = 1, PLAN_READY = 2 };
 

@@ -40,8 +40,8 @@ HOOKED: Final = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMetho
 LAYER: Final = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__"
 
 _log = logging.getLogger("sglang.weave_moe")
-_LARGEST_CALL: Final = 8192
-"""Tokens to make kernels for; larger calls use the same ones."""
+_LARGEST_CALL: Final = 16_384
+"""Tokens to make kernels for: the most that one launch takes; larger calls are several."""
 
 # Server arguments under which SGLang's own runner does more than compute experts.
 _FLAGS: Final = {
@@ -226,7 +226,7 @@ def _around_create(original: Any, method: Any, layer: Any, moe_runner_config: An
     if problem is None:
         activation = _activation_of(moe_runner_config)
         assert not isinstance(activation, str)
-        make_kernels(
+        problem = make_kernels(
             _device(),
             _shape_of(moe_runner_config),
             activation[0],
@@ -234,6 +234,7 @@ def _around_create(original: Any, method: Any, layer: Any, moe_runner_config: An
             tokens=_LARGEST_CALL,
             log=_log,
         )
+    if problem is None:
         method.runner = MoeRunner(resolve_moe_runner_backend(NAME), moe_runner_config)
         verdict = Verdict(name, True, f"backend {BACKENDS[_device()]}")
     else:

@@ -96,21 +96,27 @@ def make_kernels(
     bias: bool,
     tokens: int,
     log: logging.Logger,
-) -> None:
+) -> str | None:
     """Compiles and loads what calls of up to `tokens` tokens need, once for each kind of layer.
 
     Engines capture graphs later, and a capture can load nothing. On a CPU there is nothing to do.
+    Returns why it cannot be done, None if it is.
     """
     kind, index = device_here(device)
     if kind != "cuda":
-        return
+        return None
     key = (shape, activation, bias, tokens, index)
     if key in _made:
-        return
-    from ..backends.cuda import warmup
-
+        return None
     start = time.monotonic()
-    warmup(shape, tokens, activation=activation, bias=bias, device=index)
+    try:
+        from ..backends.cuda import warmup
+
+        warmup(shape, tokens, activation=activation, bias=bias, device=index)
+    except Exception as error:  # whatever it is: a server goes on with its own experts
+        text = str(error).strip() or type(error).__name__
+        return f"its kernels cannot be made: {text.splitlines()[0]}"
     _made.add(key)
     seconds = time.monotonic() - start
     log.info("weave-moe: kernels for up to %d tokens are loaded (%.1f s)", tokens, seconds)
+    return None

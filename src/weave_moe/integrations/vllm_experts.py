@@ -38,8 +38,8 @@ REPLACED: Final = "UnquantizedFusedMoEMethod"
 
 _log = logging.getLogger("vllm.weave_moe")
 _STANDARD = modular.FusedMoEActivationFormat.Standard
-_LARGEST_CALL: Final = 8192
-"""Tokens to make kernels for where vLLM's scheduler cannot be asked; larger calls use the same."""
+_LARGEST_CALL: Final = 16_384
+"""Tokens to make kernels for where vLLM's scheduler cannot be asked: the most of one launch."""
 
 
 # ---- What vLLM's activations are here -----------------------------------------------------------
@@ -309,36 +309,44 @@ class WeaveMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     with the layer's name, once its weights are loaded.
     """
 
+    unquantized_backend: Any
+    experts_cls: Any
+
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
         self.weave_verdict: Verdict | None = None
         self.weave_problem: str | None = problem_of(moe)
         self._weave_tokens = _most_tokens(moe)
+        self._weave_instead = (self.unquantized_backend, self.experts_cls)
         if self.weave_problem is None:
             # The backend whose layout is the checkpoint's: nothing is swapped, padded or repacked.
             self.unquantized_backend = UnquantizedMoeBackend.TRITON
             self.experts_cls = WeaveExperts
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """As vLLM's; then kernels are made, and the log says what runs the layer."""
+        """As vLLM's, once kernels are made; then the log says what runs the layer."""
+        if self.weave_problem is None:
+            self.weave_problem = self._make_kernels(layer)
+            if self.weave_problem is not None:  # vLLM lays weights out below, so that it is in time
+                self.unquantized_backend, self.experts_cls = self._weave_instead
         super().process_weights_after_loading(layer)
         name = str(getattr(layer, "layer_name", "a layer"))
         if self.weave_problem is not None:
             self._conclude(Verdict(name, False, self.weave_problem))
-            return
-        device = layer.w2_weight.device.type
-        activation = _activation(
-            self.moe.activation.value, *_clamp(self.moe, self.moe_quant_config)
-        )
-        make_kernels(
-            device,
+        else:
+            backend = BACKENDS[layer.w2_weight.device.type]
+            self._conclude(Verdict(name, True, f"backend {backend}"))
+
+    def _make_kernels(self, layer: Any) -> str | None:
+        clamp = _clamp(self.moe, self.get_fused_moe_quant_config(layer))
+        return make_kernels(
+            layer.w2_weight.device.type,
             _shape_of(self.moe),
-            activation,
+            _activation(self.moe.activation.value, *clamp),
             bias=bool(self.moe.has_bias),
             tokens=self._weave_tokens,
             log=_log,
         )
-        self._conclude(Verdict(name, True, f"backend {BACKENDS[device]}"))
 
     def _conclude(self, verdict: Verdict) -> None:
         if verdict != self.weave_verdict:  # weights may be loaded again, to the same end

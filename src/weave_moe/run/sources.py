@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,18 +35,29 @@ __all__ = [
     "synthetic",
 ]
 
-SOURCES = "trace:NAME, trace:FILE.npz, text:NAME, text:FILE, uniform, zipf[:A] or hot[:SHARE]"
+SOURCES = (
+    "trace:NAME, trace:FILE.npz, text:NAME, text:FILE, uniform, zipf[:A], dirichlet[:A] or "
+    "hot[:SHARE]"
+)
 ZIPF = 1.2
+DIRICHLET = 0.3
 HOT = 0.5
+_VALUES = {
+    "zipf": (ZIPF, 0.0, 10.0, "an exponent from 0 to 10"),
+    "dirichlet": (DIRICHLET, 0.01, 1e4, "a concentration from 0.01 to 10000"),
+    "hot": (HOT, 0.0, 1.0, "a share from 0 to 1"),
+}
+"""Of kinds with a number: its default, its bounds, and these in words."""
 SYNTHETIC_TOKENS, RECORDED_TOKENS = 512, 2048
 """Tokens of a run that is not told: of generated routing, and of a trace or a text at most."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A parsed `--routing`. kind: trace, text, uniform, zipf or hot.
+    """A parsed `--routing`. kind: trace, text, uniform, zipf, dirichlet or hot.
 
-    name: what follows trace: or text:. value: the exponent of zipf or the share of hot.
+    name: what follows trace: or text:. value: the exponent of zipf, the concentration of dirichlet
+    or the share of hot.
     """
 
     kind: str
@@ -124,18 +136,16 @@ def parse_source(text: str) -> Source:
         return Source(kind, name=rest)
     if kind == "uniform" and not colon:
         return Source(kind)
-    if kind in ("zipf", "hot"):
+    if kind in _VALUES:
+        default, low, high, allowed = _VALUES[kind]
         if not colon:
-            return Source(kind, value=ZIPF if kind == "zipf" else HOT)
+            return Source(kind, value=default)
         try:
             value = float(rest)
         except ValueError:
             value = math.nan
-        if kind == "zipf" and 0 <= value <= 10:
+        if low <= value <= high:
             return Source(kind, value=value)
-        if kind == "hot" and 0 <= value <= 1:
-            return Source(kind, value=value)
-        allowed = "an exponent from 0 to 10" if kind == "zipf" else "a share from 0 to 1"
         raise InputError(f"--routing {kind}: must be followed by {allowed}, got {rest!r}")
     raise InputError(f"--routing must be {SOURCES}; got {text!r}")
 
@@ -147,16 +157,26 @@ def synthetic(source: Source, preset: Preset, tokens: int, seed: int) -> Routed:
     zipf:A: the expert of popularity rank r is drawn with probability proportional to r^-A, k of
         them without replacement (Gumbel noise on log-popularity gives exactly that); ranks are
         shuffled.
+    dirichlet:A: popularities are drawn from a symmetric Dirichlet distribution of concentration A,
+        the smaller the more uneven; k experts with these probabilities, as for zipf.
     hot:S: uniform, but one expert is a token's first choice with probability S and its last
         otherwise. Group-limited routers still drop that expert where they drop its group.
     """
     generator = torch.Generator().manual_seed(seed)
     experts = preset.experts
     order = torch.randperm(experts, generator=generator)
-    if source.kind == "zipf":
-        rank = torch.empty(experts).scatter_(0, order, torch.arange(1.0, experts + 1))
+    if source.kind in ("zipf", "dirichlet"):
+        if source.kind == "zipf":
+            rank = torch.empty(experts).scatter_(0, order, torch.arange(1.0, experts + 1))
+            popularity = -source.value * rank.log()
+        else:
+            # Gamma variates over their sum are Dirichlet's. Where they are next to nothing, the
+            # router's scores must still differ, or ties would favour the first experts.
+            gamma = np.random.default_rng(seed).standard_gamma(source.value, experts)
+            share = np.maximum(gamma / max(gamma.sum(), 1e-300), 1e-20)
+            popularity = torch.from_numpy(np.log(share)).float()
         uniform = torch.rand(tokens, experts, generator=generator).clamp_(1e-9, 1 - 1e-7)
-        logits = -source.value * rank.log() - (-uniform.log()).log()
+        logits = popularity - (-uniform.log()).log()
     else:
         logits = torch.randn(tokens, experts, generator=generator)
         if source.kind == "hot" and tokens:
@@ -168,6 +188,7 @@ def synthetic(source: Source, preset: Preset, tokens: int, seed: int) -> Routed:
     what = {
         "uniform": "uniform random logits",
         "zipf": f"synthetic Zipf popularity, exponent {source.value:g}",
+        "dirichlet": f"synthetic Dirichlet popularity, concentration {source.value:g}",
         "hot": f"synthetic hot expert, first choice of {source.value:.0%} of tokens",
     }[source.kind]
     return Routed(ids, weights.float(), experts, f"{what}, seed {seed}")

@@ -17,12 +17,13 @@ from torch import Tensor
 from ..schedule import max_groups, max_rows
 from ..schedule.granularity import KernelPlan
 from .driver import capture_id, encode_tensor_map
+from .kernel import MAX_CHUNK_SLOTS
 
 __all__ = ["BufferPool", "Buffers", "Needs", "control_bytes", "needs_of", "plan_arrays"]
 
 _CONTROL: Final = 64  # sizeof(weave::Control), rounded up
 _STAGES: Final = 3
-MAX_CHUNKS: Final = 256  # of device/many.h
+MAX_CHUNKS: Final = 256  # that a worker may come to hold: device/many.h
 _STORE_ROWS: Final = (64, 32, 16, 8)
 
 
@@ -87,8 +88,9 @@ def needs_of(
     row_bytes = rows * hidden * (2 if dtype == "bfloat16" else 4)
     plan_bytes = chunk_tokens = 0
     if plan.many:
-        # A chunk for each worker, so that all of them gather.
+        # A chunk for each worker, so that all of them gather, if its slots fit their memory.
         chunk_tokens = max(1, -(-tokens // min(workers, MAX_CHUNKS)))
+        chunk_tokens = min(chunk_tokens, MAX_CHUNK_SLOTS // top_k)
         chunks = -(-tokens // chunk_tokens)
         plan_bytes = 4 * sum(size for _, size in plan_arrays(groups, experts, slots, chunks))
     sums = parts = 0
@@ -231,5 +233,8 @@ class BufferPool:
         Waits for the device, so it must not run while another thread captures."""
         torch.cuda.synchronize(self.device)
         for buffers in list(self._all):
-            buffers.reset()
+            with buffers.lock:  # no launch of another thread between its fit and its start
+                buffers.reset()
+        # The zeroing is on this stream; the next launch may be on any.
+        torch.cuda.synchronize(self.device)
         self.error.zero_()

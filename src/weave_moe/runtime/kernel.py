@@ -26,7 +26,7 @@ _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 
 ERRORS: Final = {
     1: "two launches used one workspace at the same time",
-    2: "the plan was not published in time",
+    2: "the slots were not counted in time",
     3: "a task waited too long for another one's result",
     4: "a stage of the shared-memory ring was not filled or freed in time",
 }
@@ -121,6 +121,7 @@ class Launch(ctypes.Structure):
                 "combine_tokens",
                 "combine_slices",
                 "slice",
+                "call",
                 "max_rows",
                 "trace_tasks",
                 "sort_chunks",
@@ -248,6 +249,9 @@ def _source_hash() -> str:
 
 
 SORT_THREADS: Final = 512
+MAX_CHUNK_SLOTS: Final = 1 << 15
+"""Most slots of a chunk: what a block of the sort has memory for."""
+
 COMBINE_WARPS: Final = 8
 PIECE: Final = 256
 """Of device/many.h and device/combine.h: elements of a token that a warp of the combine adds up."""
@@ -289,7 +293,7 @@ def _load(config: KernelConfig, shared_bytes: int) -> Kernels:
         experts = library.kernel("weave_experts", shared_bytes=shared_bytes, threads=threads)
         if not config.many:
             return Kernels(experts)
-        most = sort_bytes(1024, 1 << 15)
+        most = sort_bytes(1024, MAX_CHUNK_SLOTS)
         sort = library.kernel("weave_sort", shared_bytes=most, threads=SORT_THREADS)
         combine = library.kernel("weave_combine", shared_bytes=0, threads=32 * COMBINE_WARPS)
         return Kernels(experts, sort, combine)

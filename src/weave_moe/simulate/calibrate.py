@@ -32,8 +32,11 @@ __all__ = [
     "Cell",
     "Predicted",
     "Ranking",
+    "Works",
     "draw_routings",
+    "errors_of",
     "fit",
+    "free_for",
     "predict",
     "ranking",
     "read_cells",
@@ -238,13 +241,15 @@ def fit(
     seed: int = 0,
     free: Mapping[str, tuple[float, float]] = FREE,
     said: Callable[[str], None] = lambda text: None,
+    works: Works | None = None,
 ) -> Machine:
     """`start` with the costs in `free` that make the root mean square error of `cells` least.
 
     A coordinate search: each cost in turn goes a step up or down while that helps; then smaller
-    steps, `rounds` times.
+    steps, `rounds` times. works: the launches of the cells, where their routings are known; else
+    `routings` are drawn for each.
     """
-    works = workloads(cells, routings, seed)
+    works = works or workloads(cells, routings, seed)
 
     def loss_of(machine: Machine) -> float:
         return _loss(predict(machine, cells, works=works))
@@ -278,6 +283,36 @@ def summary(predicted: Sequence[Predicted]) -> dict[str, Any]:
         "worst": round(abs(errors[-1].error), 4),
         "worst_cell": f"{worst.model} T={worst.tokens} skew {worst.skew:g} {worst.policy}"
         + (f", {worst.held} SMs held" if worst.held else ""),
+    }
+
+
+def free_for(read: float, matrix: float) -> dict[str, tuple[float, float]]:
+    """`FREE` for a GPU of other rates, TB/s and TFLOP/s, as they were measured of it."""
+    return {
+        **FREE,
+        "hbm_tbs": (round(0.92 * read, 3), round(1.06 * read, 3)),
+        "matrix_tflops": (round(0.7 * matrix, 1), round(1.02 * matrix, 1)),
+    }
+
+
+def errors_of(predicted: Sequence[Predicted]) -> dict[str, Any]:
+    """Median and worst, over all and by policy, and the ranking of policies."""
+    policies = sorted({p.cell.policy for p in predicted})
+    order = ranking(predicted)
+    return {
+        "models": sorted({p.cell.model for p in predicted}),
+        "tokens": sorted({p.cell.tokens for p in predicted}),
+        "held": sorted({p.cell.held for p in predicted}),
+        **summary(predicted),
+        "by_policy": {
+            policy: summary([p for p in predicted if p.cell.policy == policy])
+            for policy in policies
+        },
+        "ranking": {
+            "pairs_above_5_percent": order.pairs,
+            "right": order.right,
+            "policies_measured": policies,
+        },
     }
 
 

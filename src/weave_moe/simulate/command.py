@@ -20,7 +20,7 @@ from ..run.compare import one_torch_thread, parse_policies
 from ..run.errors import InputError
 from ..run.report import Reporter
 from ..shapes import LayerShape
-from .machine import Machine, calibration, load_machine
+from .machine import Machine, calibration_of, load_machine
 from .result import Simulated, simulate
 
 __all__ = ["SimulateOptions", "error_line", "simulate_command"]
@@ -65,7 +65,7 @@ def error_line(
     machine: Machine, tokens: int = 1, policies: Sequence[str] = (), held: int = 0
 ) -> str:
     """What is known of the error of a simulation, and what of it was never measured."""
-    found = calibration()
+    found = calibration_of(machine)
     held_out, others = found["errors"]["held_out"], found["errors"].get("policies")
     measured = list(held_out["ranking"]["policies_measured"])
     stated = (
@@ -218,7 +218,7 @@ def _as_json(
             "about": error_line(
                 machine, request.routed.tokens, [r.policy for r in results], options.held
             ),
-            **calibration()["errors"],
+            **calibration_of(machine)["errors"],
         },
         "layer": request.preset.title,
         "shape": asdict(shape),

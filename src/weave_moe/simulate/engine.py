@@ -166,6 +166,7 @@ class Worker:
         "flight",
         "index",
         "last",
+        "leaving",
         "left",
         "pending",
         "share",
@@ -186,7 +187,7 @@ class Worker:
         self.then: Transfer | None = None  # a combine task that waits for those pending
         self.tasks = 0
         self.busy = self.wait = self.first = self.last = 0.0
-        self.left = False
+        self.left = self.leaving = False
 
 
 class Launch:
@@ -509,6 +510,9 @@ class Launch:
         if worker.then is not None:
             task, worker.then = worker.then, None
             self._add_rows(task)
+        elif worker.leaving:
+            worker.leaving = False
+            self._leave(worker)
 
     def _finished(self, task: Transfer, start: float, end: float) -> None:
         worker, stage = task.worker, task.stage
@@ -590,6 +594,10 @@ class Launch:
         self._at(max(end, self.now), self._advance, worker)
 
     def _leave(self, worker: Worker) -> None:
+        """The loader is through; the block leaves when its last loaded task has ended."""
+        if worker.pending:
+            worker.leaving = True
+            return
         worker.last = max(worker.consumer, self.now)
         worker.left = True
         if self.late:

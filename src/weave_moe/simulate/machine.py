@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CALIBRATION", "MACHINES", "Machine", "calibration", "load_machine"]
+__all__ = [
+    "CALIBRATION",
+    "MACHINES",
+    "Calibrated",
+    "Machine",
+    "calibration",
+    "calibration_of",
+    "load_machine",
+    "machine_file",
+]
 
 CALIBRATION = "h200.json"
 
@@ -93,6 +104,21 @@ class Machine:
         return f"{self.name} ({'calibrated' if self.verified else 'unverified'}: {self.source})"
 
 
+@dataclass(frozen=True)
+class Calibrated(Machine):
+    """A machine whose costs were fitted on the spot, by `weave-moe calibrate`.
+
+    calibration: what is known of it, as in the shipped file: `gpu`, `errors` with `held_out`, etc.
+    """
+
+    calibration: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+def calibration_of(machine: Machine) -> Mapping[str, Any]:
+    """What says how far simulations of `machine` are off: its own calibration or the shipped."""
+    return machine.calibration if isinstance(machine, Calibrated) else calibration()
+
+
 @cache
 def calibration() -> dict[str, Any]:
     """The shipped calibration: costs, what they were fitted to, and the errors that are left."""
@@ -139,6 +165,41 @@ def _others() -> dict[str, Machine]:
     }
 
 
+def _digest(values: Mapping[str, Any]) -> str:
+    """Of a machine's fields, so that a file that somebody changed is not called calibrated."""
+    named = {entry.name: values.get(entry.name) for entry in fields(Machine)}
+    named.pop("verified")
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def machine_file(machine: Machine, found: Mapping[str, Any]) -> str:
+    """The file of a calibrated machine, which `load_machine` takes.
+
+    found: its calibration; must hold `gpu`, `date` and `errors`.
+    """
+    values = asdict(machine)
+    for name in ("verified", "calibration"):
+        values.pop(name, None)
+    return json.dumps({**values, "calibration": {**found, "of": _digest(values)}}, indent=2) + "\n"
+
+
+def _own_calibration(given: Mapping[str, Any], found: Any) -> Mapping[str, Any] | None:
+    """A file's calibration if it is whole and of these very fields, else None."""
+    try:
+        errors = found["errors"]["held_out"]
+        whole = (
+            isinstance(found["gpu"], str)
+            and isinstance(errors["models"], list)
+            and isinstance(errors["tokens"][-1], int)
+            and isinstance(errors["held"][-1], int)
+            and isinstance(errors["ranking"]["policies_measured"], list)
+            and all(isinstance(errors[name], float) for name in ("median", "worst"))
+        )
+        return found if whole and found["of"] == _digest(given) else None
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
 MACHINES = ("h200", "h100-sxm", "h100-pcie", "h800-sxm", "h20", "gh200-96gb")
 """Machines that `load_machine` knows by name; only h200 is calibrated."""
 
@@ -146,7 +207,8 @@ MACHINES = ("h200", "h100-sxm", "h100-pcie", "h800-sxm", "h20", "gh200-96gb")
 def load_machine(which: str | Path | Machine) -> Machine:
     """A machine by name, from a JSON file of `Machine`'s fields, or as it is.
 
-    A file may name a `base` machine and only the fields that differ; it counts as unverified.
+    A file may name a `base` machine and only the fields that differ; it counts as unverified. One
+    that `weave-moe calibrate` wrote is a `Calibrated` machine for as long as nobody changes it.
     Raises ValueError for an unknown name or field, a file that cannot be read, or a value that is
     not allowed.
     """
@@ -167,6 +229,7 @@ def load_machine(which: str | Path | Machine) -> Machine:
         raise ValueError(f"machine {text}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"machine {text}: must hold a JSON object of Machine's fields")
+    found = given.pop("calibration", None)
     base = given.pop("base", "h200")
     if base not in MACHINES:
         raise ValueError(f"machine {text}: base must be one of {', '.join(MACHINES)}, got {base!r}")
@@ -183,4 +246,10 @@ def load_machine(which: str | Path | Machine) -> Machine:
         if not right:
             raise ValueError(f"machine {text}: {name} must be a {wanted}, got {value!r}")
     named: dict[str, Any] = {"name": Path(text).stem, "source": f"user-defined, from {base}"}
-    return replace(load_machine(base), **(named | given), verified=False)
+    machine = replace(load_machine(base), **(named | given), verified=False)
+    own = _own_calibration(given, found)
+    if own is not None:
+        return Calibrated(**{**asdict(machine), "verified": True}, calibration=own)
+    if found is not None:
+        return replace(machine, source=f"{machine.source}; changed since it was calibrated")
+    return machine
