@@ -410,8 +410,8 @@ expect(shape(512, 192, 16, 1), RESIDUAL_TOKENS)
 def test_a_residual_is_added_after_the_last_slot(tokens: int) -> None:
     case = make(SMALL, tokens)
     _, _, _, weights, ids = case.args
-    # Powers of two: then a weight times a row is exact, fused with the addition or not. Far apart, so
-    # that sums are not.
+    # Powers of two: then a weight times a row is exact, fused with the addition or not. Far apart,
+    # so that sums are not.
     weights = torch.exp2((4 * weights.log2()).round())
     case = case.with_(weights=weights)
     total = torch.zeros_like(case.args[0], dtype=torch.float32)

@@ -14,6 +14,7 @@ from gpu_cases import (
     poison_scratch,
     same_bits,
     shape,
+    skewed,
 )
 
 import weave_moe
