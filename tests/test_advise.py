@@ -35,9 +35,11 @@ from weave_moe.advise import (
     size_of_preset,
 )
 from weave_moe.advise import advice as module
-from weave_moe.advise.advice import ASSUMED_SHARE, BUSY, COMMUNICATION, MATTERS, STATIC
+from weave_moe.advise import measured as measured_module
+from weave_moe.advise.advice import ASSUMED_SHARE, BUSY, COMMUNICATION, LEVEL, MATTERS, STATIC
 from weave_moe.advise.measured import NEAR_LOAD, NEAR_TOKENS, measured_cells, ratio_errors
 from weave_moe.advise.memory import GPU_GB, PUBLISHED, USABLE
+from weave_moe.backends.cuda import slab_tokens
 from weave_moe.cli import MAPPINGS, SPLITS, cli
 from weave_moe.layer import MoELayer, moe_layer
 from weave_moe.presets import PRESETS, Preset, from_config, preset
@@ -160,9 +162,12 @@ def test_it_says_no_where_measurements_say_no(place: tuple[str, int, float]) -> 
     layer, ids, measured = layer_of(place[0]), drawn(place), gain_of(place)
     whole = advise(layer, ids, share=1.0, exponents=())
     assert whole.against == "measured"
-    if measured < 1:
+    if measured < 1 - LEVEL:
         assert whole.verdict == "no"
         assert f"{measured:.2f} times as fast" in whole.reason
+    elif measured <= 1:
+        assert whole.verdict == "does-not-matter"
+        assert "level with" in whole.reason
     if measured < MATTERS:
         assert whole.verdict != "use"
     # Routings of one cell can look like another's, whose gain may be smaller, but not by much.
@@ -172,6 +177,45 @@ def test_it_says_no_where_measurements_say_no(place: tuple[str, int, float]) -> 
         part = replace(whole, share=share)
         verdict, _ = module._verdict(part)
         assert (verdict == "use") <= (end_to_end(share, measured) >= MATTERS)
+
+
+def slower(gains: dict[tuple[str, int, float], float]) -> list[MeasuredCell]:
+    """The shipped cells, the best of the others `gains` times our time where a gain is given."""
+    cells = []
+    for cell in measured_cells():
+        gain = gains.get((cell.model, cell.tokens, cell.skew), cell.gain)
+        others = {name: us * gain / cell.gain for name, us in cell.others.items()}
+        cells.append(replace(cell, others=others))
+    return cells
+
+
+SOME = [("qwen3-30b", 1, 0), ("qwen3-30b", 64, 1.2), ("mixtral", 16, 0), ("mixtral", 64, 1.2)]
+"""Measured places for which cells are made up."""
+
+
+@pytest.mark.parametrize("place", SOME, ids=str)
+@pytest.mark.parametrize("gain", [0.5, 0.93, 1 - 1.3 * LEVEL, 1 - 0.7 * LEVEL, 1.0, 1 + LEVEL / 2])
+def test_slower_by_more_than_a_hundredth_is_no_and_level_does_not_matter(
+    place: tuple[str, int, float], gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = slower({place: gain})
+    monkeypatch.setattr(measured_module, "measured_cells", lambda: cells)
+    layer, ids = layer_of(place[0]), drawn(place)
+    rival = next(c for c in cells if (c.model, c.tokens, c.skew) == place).best[0]
+    found = advise(layer, ids, share=1.0, exponents=())
+    assert (found.against, found.speedup) == ("measured", pytest.approx(gain))
+    assert f"{rival}, measured at" in found.reason
+    assert f"{gain:.2f} times as fast" in found.reason
+    if gain < 1 - LEVEL:
+        assert found.verdict == "no"
+        assert "slower here" in found.reason
+    else:
+        assert found.verdict == "does-not-matter"
+        assert "level with" in found.reason
+    # Nor does a slow present hide who is faster.
+    given_now = advise(layer, ids, now_us=10**6, exponents=())
+    told = [note for note in given_now.notes if "was measured to be faster" in note]
+    assert [note.split(" was")[0] for note in told] == ([rival] if gain < 1 - LEVEL else [])
 
 
 @pytest.mark.parametrize("place", [p for p in few() if p[1] <= 64], ids=str)
@@ -192,10 +236,33 @@ def test_what_is_simulated_says_no_where_measurements_say_no(place: tuple[str, i
 
 
 def test_the_errors_taken_off_are_those_of_the_shipped_rows() -> None:
+    found = calibration()
+    held_out = found["errors"]["held_out"]["models"]
+    off: list[float] = []
+    ratios: list[float] = []
+    # Of one file's rows at a time: policies are compared with those that took turns with them.
+    for rows in (
+        [(*row, 0) for row in found["rows"] if row[0] in held_out],
+        [tuple(row) for row in found["policy_rows"]],
+    ):
+        by = {(m, t, skew, policy, held): (us, sim) for m, t, skew, policy, us, sim, held in rows}
+        for (model, tokens, skew, policy, held), (us, sim) in by.items():
+            off.append(abs(sim - us) / us)
+            steal = by.get((model, tokens, skew, "steal", held))
+            if policy.startswith("static") and steal is not None:
+                ratios.append(abs((sim / steal[1]) / (us / steal[0]) - 1))
     errors = ratio_errors()
-    stated = calibration()["errors"]["held_out"]
-    for error in (errors.time, errors.policies):
-        assert 0.002 < error <= stated["worst"] * 1.2
+    for error, those in ((errors.time, off), (errors.policies, ratios)):
+        assert len(those) >= 20
+        assert sum(value > error for value in those) <= len(those) / 10
+        # Not by being far too careful.
+        assert sum(value > 0.8 * error for value in those) >= len(those) / 20
+    stated = [entry["worst"] for kind, entry in found["errors"].items() if kind in KINDS]
+    assert max(off) == pytest.approx(max(stated), abs=0.002)
+
+
+KINDS = ("held_out", "policies")
+"""Errors on rows that were not fitted to."""
 
 
 def test_a_cell_speaks_only_for_loads_like_its_own() -> None:
@@ -260,9 +327,13 @@ def memory(fits: bool, asked: bool = True) -> Any:
         ({"communication": COMMUNICATION}, "use", ""),
         ({"communication": COMMUNICATION + 0.01}, "communication-first", "41%"),
         ({"communication": 0.5, "speedup": 0.9, "sure": 0.9}, "communication-first", ""),
-        ({"speedup": 0.99, "sure": 0.99}, "no", "slower here: 0.99"),
-        ({"speedup": 0.99, "sure": 0.99, "busy": 0.9}, "no", "measured"),
-        ({"speedup": 0.99, "sure": 0.95, "against": "given"}, "no", "slower"),
+        ({"speedup": 0.98, "sure": 0.98}, "no", "slower here: 0.98"),
+        ({"speedup": 0.98, "sure": 0.98, "busy": 0.9}, "no", "measured"),
+        ({"speedup": 0.98, "sure": 0.94, "against": "given"}, "no", "slower"),
+        ({"speedup": 0.995, "sure": 0.995, "share": 1.0}, "does-not-matter", "is level with"),
+        ({"speedup": 1.005, "sure": 1.005, "share": 1.0}, "does-not-matter", "is level with"),
+        ({"speedup": 0.995, "sure": 0.95, "against": "given"}, "does-not-matter", ""),
+        ({"speedup": 0.995, "sure": 0.995, "busy": 0.9}, "already-busy", ""),
         ({"speedup": 0.99, "sure": 0.95, "against": "simulated"}, "does-not-matter", ""),
         ({"busy": BUSY}, "use", ""),
         ({"busy": BUSY + 0.01}, "already-busy", "86%"),
@@ -322,6 +393,27 @@ def test_held_sms_and_a_hot_expert_are_what_it_is_for() -> None:
     assert found.speedup > 2
 
 
+def test_no_slot_at_all_and_more_slots_than_experts() -> None:
+    with pytest.raises(ValueError, match=r"topk_ids must have a slot with an expert, 0 \.\. 15"):
+        advise(SMALL, [[-1, -1], [-1, 16]])
+    assert advise(SMALL, [[-1, -1], [-1, 15]], exponents=()).results
+    # What a recorded routing may be, no router draws: two slots of one expert.
+    one = replace(SMALL, experts=1, routing=RoutingConfig(top_k=2))
+    found = advise(one, [[0, 0], [0, -1]])
+    assert len(found.results) == len(module.POLICIES)
+    assert found.sweeps == ()
+
+
+def test_a_call_of_several_launches_is_refused_with_the_reason() -> None:
+    longest = slab_tokens(SMALL.shape())
+    with pytest.raises(ValueError, match=rf"topk_ids .* {longest} tokens, what one launch takes"):
+        advise(SMALL, np.zeros((longest + 1, 2), dtype=int), exponents=())
+    # A layer that the kernel refuses has no launches: no for any number of tokens.
+    other = replace(SMALL, interleaved=True)
+    found = advise(other, np.zeros((longest + 1, 2), dtype=int), exponents=())
+    assert "interleaved" in found.reason
+
+
 def test_the_time_it_takes_now_comes_first() -> None:
     layer, ids = preset("qwen3-30b"), routing(64, 128, 8)
     base = advise(layer, ids, share=1.0, exponents=())
@@ -331,15 +423,6 @@ def test_the_time_it_takes_now_comes_first() -> None:
         assert found.against == "given"
         assert found.speedup == pytest.approx(factor)
         assert found.verdict == {0.8: "no", 1.01: "does-not-matter", 1.5: "use"}[factor]
-
-
-@pytest.mark.parametrize("place", [p for p in few() if gain_of(p) < 0.99], ids=str)
-def test_a_slow_present_does_not_hide_who_is_faster(place: tuple[str, int, float]) -> None:
-    found = advise(layer_of(place[0]), drawn(place), now_us=10**6, exponents=())
-    best = min(
-        (us, name) for name, us in committed()[place]["us"].items() if not name.startswith("weave")
-    )[1]
-    assert any(note.startswith(f"{best} was measured to be faster") for note in found.notes)
 
 
 def test_a_sweep_compares_what_simulate_gives() -> None:
@@ -445,6 +528,7 @@ def test_a_float32_layer_is_no() -> None:
         ({"gpus": 3, "split": "expert"}, "gpus"),
         ({"gpus": 0}, "gpus"),
         ({"split": "rows", "gpus": 2}, "split"),
+        ({"split": "expert"}, "split needs gpus"),
         ({"held": 132}, "held"),
         ({"memory_gb": 0.0, "size": ModelSize(1, 1, 1, None, "")}, "memory_gb"),
     ],
@@ -600,6 +684,25 @@ def test_a_config_and_unknown_machines_go_through(tmp_path: Path) -> None:
     assert any("machine mine" in note for note in document["notes"])
 
 
+def test_what_is_odd_about_a_trace_or_a_call_is_said(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.npz"
+    np.savez(empty, topk_ids=np.full((4, 2), -1))
+    once = tmp_path / "once.npz"
+    np.savez(once, topk_ids=np.zeros((4, 2), dtype=int))
+    for arguments, message in (
+        (("--routing", f"trace:{empty}"), "--routing must have a slot with an expert"),
+        (("--preset", "qwen3-30b", "--tokens", "131072"), "--tokens must be at most 16384 tokens"),
+        (("--preset", "qwen3-30b", "--tokens", "131072"), "what one launch takes"),
+        (("--split", "expert"), "--split needs --gpus"),
+    ):
+        result = invoke(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in " ".join(result.stderr.split())
+    result = invoke("--routing", f"trace:{once}", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["skew"] == []
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -647,6 +750,7 @@ def test_the_page_runs_as_it_is_and_states_the_limits(capsys: pytest.CaptureFixt
         f"{MATTERS:g} times",
         f"{ASSUMED_SHARE:g} is assumed",
         f"a factor of {NEAR_LOAD:g}",
+        f"by more than {LEVEL:.0%}".replace("%", " %"),
         f"{USABLE:.0%} is usable".replace("%", " %"),
     ):
         assert text in page, text

@@ -205,9 +205,12 @@ def test_rows_that_are_not_ours_are_named(change: Any, named: str, tmp_path: Pat
 
 def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    deep = tmp_path / "deep.jsonl"
+    deep.write_text("[" * 100_000 + "]" * 100_000)
     for arguments, named in (
         (["--out", "m.txt"], "must end in .json"),
         (["--fit-rows", str(tmp_path / "none.jsonl")], "No such file"),
+        (["--fit-rows", str(deep)], "line 1: not a row"),
         (["--fit-rows", "x", "--measure-only"], "exclude"),
         ([], "torch sees none"),
         (["--seconds", "0"], "--seconds"),

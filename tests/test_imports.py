@@ -13,7 +13,7 @@ import weave_moe
 PACKAGE = Path(weave_moe.__file__).parent
 ORDER = (
     *("_version", "shapes", "schedule", "runtime", "routing", "reference", "host", "backends"),
-    *("ops", "blocks", "layer", "integrations", "data", "presets", "run", "simulate", "tools"),
+    *("ops", "blocks", "layer", "integrations", "data", "presets", "run", "tools", "simulate"),
     *("bench", "profile", "advise", "cli"),
 )
 """Modules and folders of the package: each may import those before it, at any place in the code."""

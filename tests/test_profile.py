@@ -459,6 +459,9 @@ def test_files_of_another_kind_are_refused(saved: bytes, tmp_path: Path) -> None
     np.save(tmp_path / "b.npy", np.zeros(3))
     with pytest.raises(ValueError, match="header"):
         load_profile(tmp_path / "b.npy")
+    np.savez(path, header=np.array("[" * 100_000 + "]" * 100_000))
+    with pytest.raises(ValueError, match=r"a\.npz: .*recursion"):
+        load_profile(path)
     # An array of objects is code to run, and is not run.
     np.savez(path, header=np.array([{"a": 1}], dtype=object))
     with pytest.raises(ValueError, match="damaged, or no npz file"):

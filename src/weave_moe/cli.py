@@ -555,9 +555,7 @@ def simulate(**options: Any) -> int:
 @click.option(
     "--split",
     type=click.Choice(SPLITS),
-    default=SPLITS[0],
-    show_default=True,
-    help="How they share it: each expert cut, or experts dealt out.",
+    help=f"How they share it: each expert cut, or experts dealt out.  [default: {SPLITS[0]}]",
 )
 @click.option(
     "--memory",

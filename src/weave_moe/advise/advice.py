@@ -35,6 +35,7 @@ __all__ = [
     "BUSY",
     "COMMUNICATION",
     "EXPONENTS",
+    "LEVEL",
     "MATTERS",
     "POLICIES",
     "SPLITS",
@@ -62,6 +63,8 @@ ASSUMED_SHARE = 0.5
 """Of a step in its MoE layers' experts, where it is not said; or what communication leaves."""
 MATTERS = 1.02
 """A step that gets less than so many times as fast does not matter."""
+LEVEL = 0.01
+"""Within so much of another's time, the layer is level with it: neither is slower."""
 COMMUNICATION = 0.40
 """Above this share of the step, communication is what to fix."""
 BUSY = 0.85
@@ -217,7 +220,7 @@ def advise(
     machine: str | Path | Machine = "h200",
     held: int = 0,
     gpus: int | None = None,
-    split: str = SPLITS[0],
+    split: str | None = None,
     memory_gb: float | None = None,
     size: ModelSize | None = None,
     exponents: Sequence[float] = EXPONENTS,
@@ -241,8 +244,8 @@ def advise(
         machine: see `simulate`.  held: SMs of it that another kernel holds meanwhile.
         gpus: that share each layer; None: one has it whole, and memory is told for the fewest that
             hold the weights.
-        split: how they share it: "tensor" cuts each expert, "expert" deals experts out (the
-            busiest GPU is simulated).
+        split: how they share it: "tensor" (None: this) cuts each expert, "expert" deals experts
+            out (the busiest GPU is simulated). Only with gpus.
         memory_gb: of a GPU; None: by the data sheet, where the machine's name is known.
         size: the model's weights; None: a preset's as published.
         exponents: Zipf exponents of the sweep for the break-even skew; () for none.
@@ -259,13 +262,10 @@ def advise(
     chosen = load_machine(machine)
     ids = _integers(topk_ids, preset)
     step("kernel")
-    parts = 1 if gpus is None else gpus
+    if split is not None and gpus is None:
+        raise ValueError("split needs gpus: it says how so many GPUs share a layer")
+    parts, split = 1 if gpus is None else gpus, split or SPLITS[0]
     shape, local = _one_gpu(preset.shape(), ids, parts, split)
-    longest = slab_tokens(shape)
-    if len(local) > longest:
-        raise ValueError(
-            f"topk_ids must be of at most {longest} tokens, what one launch takes; got {len(local)}"
-        )
     notes = _notes(chosen, len(local), held, parts, split)
     memory = _memory(preset, size, chosen, memory_gb, gpus, notes)
     common = Advice(
@@ -283,6 +283,12 @@ def advise(
     if refused is not None:
         reason = f"the GPU kernel does not take this layer ({refused}); the reference would run it"
         return replace(common, reason=reason, notes=tuple(notes))
+    longest = slab_tokens(shape)
+    if len(local) > longest:
+        raise ValueError(
+            f"topk_ids must be at most {longest} tokens, what one launch takes: a longer call is "
+            f"several launches, one after another, and advice is on one; got {len(local)}"
+        )
 
     results = []
     for policy in POLICIES:
@@ -296,7 +302,7 @@ def advise(
         loads = np.bincount(local[local >= 0], minlength=shape.experts)
         cells = measured_near(shape, len(local), int((loads > 0).sum()), int(loads.max()))
     against, versus, speedup, sure = _speedup(times, static, now_us, cells)
-    faster = [cell for cell in cells if cell.gain < 1]
+    faster = [cell for cell in cells if cell.gain < 1 - LEVEL]
     if against == "given" and faster:
         notes.append(f"{faster[0].best[0]} was measured to be faster than this at {faster[0]}")
     if busy is None and against == "simulated":
@@ -342,7 +348,12 @@ def _integers(topk_ids: Any, preset: Preset) -> npt.NDArray[np.int64]:
             f"topk_ids must be integers [T, {preset.top_k}] of at least 1 token, got {ids.dtype} "
             f"{list(ids.shape)}"
         )
-    return ids.astype(np.int64)
+    ids = ids.astype(np.int64)
+    if not ((ids >= 0) & (ids < preset.experts)).any():
+        raise ValueError(
+            f"topk_ids must have a slot with an expert, 0 .. {preset.experts - 1}: all are empty"
+        )
+    return ids
 
 
 def _one_gpu(
@@ -439,12 +450,12 @@ def _verdict(found: Advice) -> tuple[str, str]:
             f"communication takes {found.communication:.0%} of the step: halving it gives "
             f"{half:.2f} times, this layer {end_to_end(share, speedup):.2f}"
         )
-    if found.against == "measured" and speedup < 1:
+    if found.against == "measured" and speedup < 1 - LEVEL:
         return (
             "no",
             f"it was measured to be slower here: {speedup:.2f} times as fast as {found.versus}",
         )
-    if found.against == "given" and speedup < 1:
+    if found.against == "given" and speedup < 1 - LEVEL:
         return "no", f"it would be slower: {speedup:.2f} times as fast as {found.versus}"
     if found.busy is not None and found.busy > BUSY:
         whose = f"under {found.static}, simulated" if found.against == "simulated" else "now"
@@ -455,10 +466,11 @@ def _verdict(found: Advice) -> tuple[str, str]:
     gain = end_to_end(share, sure)
     less = "" if sure == speedup else f" ({sure:.2f} with the simulation's error against it)"
     part_of = f"{share:.0%} of the step{', assumed,' if found.assumed else ''}"
-    reason = (
-        f"the layer gets {speedup:.2f} times as fast{less} as {found.versus}; as {part_of} it "
-        f"makes the step {gain:.3f} times as fast"
-    )
+    level = found.against == "measured" and abs(speedup - 1) <= LEVEL
+    as_fast = f"is level with {found.versus}, {speedup:.2f} times as fast"
+    if not level:
+        as_fast = f"gets {speedup:.2f} times as fast{less} as {found.versus}"
+    reason = f"the layer {as_fast}; as {part_of} it makes the step {gain:.3f} times as fast"
     if gain >= MATTERS:
         return "use", reason
     needs = (1 - 1 / MATTERS) / (1 - 1 / sure) if sure > MATTERS else None
@@ -480,7 +492,12 @@ def _sweeps(
     share: float,
     step: Callable[[str], None],
 ) -> tuple[Sweep, ...]:
-    """Gains of stealing over each static mapping by the skew of a synthetic routing."""
+    """Gains of stealing over each static mapping by the skew of a synthetic routing.
+
+    None where a token has more slots than there are experts, which no router draws.
+    """
+    if preset.top_k > preset.experts:
+        return ()
     gains: dict[str, dict[float, float]] = {name: {} for name in STATIC}
     for exponent in exponents:
         step(f"skew {exponent:g}")

@@ -53,7 +53,7 @@ class AdviseOptions:
     machine: str = "h200"
     held: int = 0
     gpus: int | None = None
-    split: str = "tensor"
+    split: str | None = None
     memory_gb: float | None = None
     seed: int = 0
     as_json: bool = False
@@ -74,6 +74,8 @@ def _as_it_is(
 
 def advise_command(options: AdviseOptions) -> int:
     """Advise and print. Exit status 0, whatever the verdict; InputError for bad input."""
+    if options.split is not None and options.gpus is None:
+        raise InputError("--split needs --gpus: it says how so many GPUs share a layer")
     reporter = Reporter(quiet=options.as_json)
     with one_torch_thread(), reporter.working(2 + len(POLICIES) + len(EXPONENTS)) as step:
         step("routing")
@@ -108,7 +110,7 @@ def advise_command(options: AdviseOptions) -> int:
                 step=step,
             )
         except ValueError as error:
-            raise InputError(f"--{_option_of(str(error))}") from error
+            raise InputError(_option_of(str(error))) from error
     reporter.stop()
     if options.as_json:
         reporter.raw(_as_json(request, advice, options))
@@ -117,13 +119,21 @@ def advise_command(options: AdviseOptions) -> int:
     return 0
 
 
-_OPTIONS = {"topk_ids": "tokens", "now_us": "now", "memory_gb": "memory"}
+_OPTIONS = {
+    **{name: f"--{name}" for name in ("share", "communication", "busy", "static", "machine")},
+    **{name: f"--{name}" for name in ("held", "gpus", "split")},
+    **{"topk_ids": "--routing", "now_us": "--now", "memory_gb": "--memory"},
+}
+"""Of the API's arguments, the options that say them."""
 
 
 def _option_of(message: str) -> str:
-    """An error of the API with its argument named as the option."""
+    """An error of the API with its argument named as the option, where it is one."""
     name, space, rest = message.partition(" ")
-    return f"{_OPTIONS.get(name, name)}{space}{rest}"
+    option = _OPTIONS.get(name, name)
+    if name == "topk_ids" and " tokens" in rest:
+        option = "--tokens"
+    return f"{option}{space}{rest}"
 
 
 def _model_size(options: AdviseOptions, preset: Preset) -> ModelSize | None:

@@ -244,7 +244,7 @@ def read_rows(path: Path) -> list[Row]:
                 raise ValueError("us, sms or T")
             if row["contestant"] not in CONTESTANTS:
                 raise ValueError(row["contestant"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(
                 f"--fit-rows {path}, line {number}: not a row of `weave-moe calibrate` ({error})"
             ) from error

@@ -83,7 +83,10 @@ SHORTEST_WAIT_NS: Final = 500
 """A wait below this is no wait: it is the time between two readings of a clock."""
 
 _LONGEST = 1 << 42  # over an hour in nanoseconds; times a million workers it is still 62 bits
-_CORRUPT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, EOFError, IndexError)
+_CORRUPT = (
+    *(ValueError, KeyError, TypeError, AttributeError, OverflowError, EOFError, IndexError),
+    RecursionError,
+)
 
 
 @dataclass(frozen=True, eq=False)

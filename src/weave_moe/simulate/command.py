@@ -20,6 +20,7 @@ from ..run.compare import one_torch_thread, parse_policies
 from ..run.errors import InputError
 from ..run.report import Reporter
 from ..shapes import LayerShape
+from ..tools.choice import choose_plan
 from .machine import Machine, calibration_of, load_machine
 from .result import Simulated, simulate
 
@@ -46,9 +47,13 @@ def _full_size(
     options: RunOptions, layer: Preset, tokens: int
 ) -> tuple[Preset, str, tuple[str, ...]]:
     """The layer as it is: nothing is run, so nothing must fit. 16-bit, as the kernel takes it."""
-    if not layer.activation.gated:
-        raise InputError(f"{layer.name}: its activation is not gated, which the GPU kernel needs")
     dtype = layer.dtype if layer.dtype in ("bfloat16", "float16") else "bfloat16"
+    refused = choose_plan(layer, dtype, tokens, None, 1).refused
+    if refused is not None:
+        raise InputError(
+            f"{layer.name}: the GPU kernel does not take this layer ({refused}), so there is no "
+            "launch to simulate"
+        )
     longest = slab_tokens(layer.shape(dtype))
     if tokens > longest:
         raise InputError(

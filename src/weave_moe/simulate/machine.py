@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -23,6 +24,25 @@ __all__ = [
 ]
 
 CALIBRATION = "h200.json"
+
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "sms": (1, 1024),
+    "hbm_tbs": (0.001, 1000),
+    "l2_tbs": (0.001, 1000),
+    "sm_gbs": (0.1, 100_000),
+    "matrix_tflops": (0.1, 1_000_000),
+    "narrow_width": (1, 256),
+    "l2_mb": (0, 1_000_000),
+    "shared_bytes": (131_072, 1 << 20),  # less has no room for the ring of the widest tiles
+    "spread": (0, 0.99),
+}
+_COSTS = 0, 1_000_000
+"""Values that a GPU could have, and far more; beyond them times overflow or never end."""
+
+
+def _allowed(name: str) -> tuple[float, float]:
+    """The least and the most of one of `Machine`'s numbers, in its own unit."""
+    return _RANGES.get(name, _COSTS)
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,8 @@ class Machine:
 
     verified: whether the costs were fitted to measurements of this very machine.
     source: where the numbers come from, one line.
+
+    Raises ValueError, naming the field, for a number that is not finite or that no GPU could have.
     """
 
     name: str
@@ -88,15 +110,16 @@ class Machine:
     source: str = "user-defined"
 
     def __post_init__(self) -> None:
-        for name in ("sms", "hbm_tbs", "l2_tbs", "sm_gbs", "matrix_tflops", "narrow_width"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"machine {name} must be more than 0, got {getattr(self, name)}")
         for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name.endswith(("_us", "_ns")) and not 0 <= value < float("inf"):
-                raise ValueError(f"machine {entry.name} must be 0 or more, got {value}")
-        if not 0 <= self.spread < 1:
-            raise ValueError(f"machine spread must be 0 or more and below 1, got {self.spread}")
+            if entry.type in ("int", "float"):
+                value = getattr(self, entry.name)
+                least, most = _allowed(entry.name)
+                # NaN is in no range, and an integer of any length compares with a float.
+                if not least <= value <= most:
+                    raise ValueError(
+                        f"machine {entry.name} must be {least:,} to {most:,}, got "
+                        f"{reprlib.repr(value)}"
+                    )
 
     @property
     def label(self) -> str:
@@ -225,14 +248,16 @@ def load_machine(which: str | Path | Machine) -> Machine:
         )
     try:
         given = json.loads(Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"machine {text}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"machine {text}: must hold a JSON object of Machine's fields")
     found = given.pop("calibration", None)
     base = given.pop("base", "h200")
     if base not in MACHINES:
-        raise ValueError(f"machine {text}: base must be one of {', '.join(MACHINES)}, got {base!r}")
+        raise ValueError(
+            f"machine {text}: base must be one of {', '.join(MACHINES)}, got {reprlib.repr(base)}"
+        )
     known = {entry.name: entry.type for entry in fields(Machine)}
     for name, value in given.items():
         if name not in known or name == "verified":
@@ -244,7 +269,8 @@ def load_machine(which: str | Path | Machine) -> Machine:
             right = isinstance(value, int if wanted == "int" else (int, float))
             right = right and not isinstance(value, bool)
         if not right:
-            raise ValueError(f"machine {text}: {name} must be a {wanted}, got {value!r}")
+            kind = {"str": "a string", "int": "an int"}.get(str(wanted), "a number")
+            raise ValueError(f"machine {text}: {name} must be {kind}, got {reprlib.repr(value)}")
     named: dict[str, Any] = {"name": Path(text).stem, "source": f"user-defined, from {base}"}
     machine = replace(load_machine(base), **(named | given), verified=False)
     own = _own_calibration(given, found)
