@@ -229,6 +229,7 @@ def test_claims_are_those_of_the_device_code(
                 knobs.steal == "one",
                 knobs.min_steal,
                 knobs.static_share,
+                knobs.batch,
             ],
             np.uint32,
         ),

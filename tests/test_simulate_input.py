@@ -148,22 +148,6 @@ def test_a_layer_that_the_kernel_refuses_is_not_simulated(
     assert line.split("(", 1)[1].split("), so")[0] in reason
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("gpt-oss-20b", "interleaved"),
-        ("llama-4-scout", "weight_on_input"),
-        ("nemotron-3-nano", "not gated"),
-    ],
-)
-@pytest.mark.parametrize("command", ["simulate", "profile"])
-def test_what_is_refused_of_a_preset_is_said(command: str, name: str, said: str) -> None:
-    more = ("--simulate",) if command == "profile" else ()
-    line = refused(invoke("--preset", name, "--tokens", 4, *more, command=command))
-    assert line.startswith(f"weave-moe: {name}: the GPU kernel does not take this layer (")
-    assert said in line
-
-
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_simulate_takes_the_presets_that_the_kernel_takes(name: str) -> None:
     layer = PRESETS[name]

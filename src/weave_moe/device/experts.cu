@@ -29,8 +29,9 @@ WEAVE_FN void run_block(const Block& b, const Plan<Index>& plan, const ExpertOf&
 // One warp, after every block has left: whatever was written becomes NaN, and the host is told.
 WEAVE_FN void report_failure(const Launch& p) {
   // With many tokens combine, which follows, does that.
-  const u64 words = MANY ? 0 : (u64)p.tokens * p.hidden / 2;
-  for (u64 i = threadIdx.x & 31; i < words; i += 32) ((u32*)p.out)[i] = ~0u;
+  const u64 words = (u64)p.tokens * p.hidden / 2;
+  if (!MANY)
+    for (u64 i = threadIdx.x & 31; i < words; i += 32) ((u32*)p.out)[i] = ~0u;
   __threadfence_system();
   if ((threadIdx.x & 31) == 0) *(volatile u32*)p.host_error = load_relaxed(&p.shared.control->error);
 }
