@@ -6,6 +6,7 @@ too; scripts find it here by its own names.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -200,6 +201,24 @@ class Cell(cells.Cell):
             "maxload": self.busiest,
             "floor_us": round(self.floor, 2),
         }
+
+
+def tokens_of(args: argparse.Namespace) -> list[int] | None:
+    """--tokens, None for those of each model."""
+    return [int(count) for count in args.tokens.split(",")] if args.tokens else None
+
+
+def skews_of(args: argparse.Namespace) -> list[float]:
+    """--skews."""
+    return [float(skew) for skew in args.skews.split(",")]
+
+
+def cases_of(args: argparse.Namespace, few: Sequence[Case]) -> list[Case]:
+    """The cases of --models, --tokens and --skews; `few` without either of the first two."""
+    if args.models is None and args.tokens is None:
+        return list(few)
+    models = args.models.split(",") if args.models else list(MODELS)
+    return grid(models, tokens_of(args), skews_of(args))
 
 
 def git_commit() -> str:

@@ -188,14 +188,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def cases_of(args: argparse.Namespace) -> list[Case]:
-    if args.models is None and args.tokens is None:
-        return list(CASES)
-    models = args.models.split(",") if args.models else list(common.MODELS)
-    tokens = [int(count) for count in args.tokens.split(",")] if args.tokens else None
-    return common.grid(models, tokens, [float(skew) for skew in args.skews.split(",")])
-
-
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     if args.counted:
@@ -212,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
         commit = args.commit or common.git_commit()
         about = common.about(common.the_device(), commit, common.Rates(0.0, 0.0))
         names = args.contestants.split(",")
-        for case in cases_of(args):
+        for case in common.cases_of(args, CASES):
             if not clock.room():
                 print("out of time", flush=True)
                 break

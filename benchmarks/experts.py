@@ -191,8 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     about = common.about(device, commit, rates)
     present = [] if args.again else common.read_rows(out)
     names = args.contestants.split(",")
-    tokens = [int(count) for count in args.tokens.split(",")] if args.tokens else None
-    skews = [float(skew) for skew in args.skews.split(",")]
+    tokens, skews = common.tokens_of(args), common.skews_of(args)
     if args.compile_only:
         skews = skews[:1]  # other routings run the same code
     for model in args.models.split(","):

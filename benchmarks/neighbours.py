@@ -213,7 +213,7 @@ def run(args: argparse.Namespace, rank: int, make: Callable[[Cell, float], list[
     rates = common.measure_rates() if device.type == "cuda" else common.Rates(1.0, 1.0)
     about = common.about(device, args.commit or common.git_commit(), rates)
     model, layers, good = None, [], True
-    for case in cases_of(args):
+    for case in common.cases_of(args, CASES):
         if case.model != model:
             layers = []
             torch.cuda.empty_cache()
@@ -244,14 +244,6 @@ def one_rank(rank: int, args: argparse.Namespace, port: int, world: int) -> None
             raise SystemExit(1)
     finally:
         dist.destroy_process_group()
-
-
-def cases_of(args: argparse.Namespace) -> list[Case]:
-    if args.models is None and args.tokens is None:
-        return list(CASES)
-    models = args.models.split(",") if args.models else list(common.MODELS)
-    tokens = [int(count) for count in args.tokens.split(",")] if args.tokens else None
-    return common.grid(models, tokens, [float(skew) for skew in args.skews.split(",")])
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

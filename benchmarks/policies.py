@@ -334,11 +334,11 @@ def main(arguments: list[str] | None = None) -> int:
         rates = common.measure_rates()
         sms = torch.cuda.get_device_properties(device).multi_processor_count
     about = common.about(device, commit, rates)
-    tokens = [int(count) for count in args.tokens.split(",")] if args.tokens else None
+    tokens = common.tokens_of(args)
     cases = cases_of(
         args.models.split(","),
         tokens,
-        [float(skew) for skew in args.skews.split(",")],
+        common.skews_of(args),
         [name for name in args.traces.split(",") if name],
     )
     jobs = jobs_of(cases, [int(count) for count in args.held.split(",") if count])

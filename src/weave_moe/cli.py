@@ -37,6 +37,12 @@ _CONFIG = click.option(
     metavar="PATH",
     help="The layer of a transformers config.json (or of the folder that holds one).",
 )
+_TOKENS = click.option(
+    "--tokens",
+    type=click.IntRange(min=1, max=131072),
+    metavar="N",
+    help="Tokens in the batch.  [default: 512; of a trace or text 2048, or all of it]",
+)
 _ROUTING = click.option(
     "--routing",
     metavar="SOURCE",
@@ -176,12 +182,7 @@ def presets() -> None:
 @cli.command()
 @_PRESET
 @_CONFIG
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1, max=131072),
-    metavar="N",
-    help="Tokens in the batch.  [default: 512; of a trace or text 2048, or all of it]",
-)
+@_TOKENS
 @_ROUTING
 @_LAYER
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
@@ -469,12 +470,7 @@ def calibrate(**options: Any) -> int:
 @cli.command()
 @_PRESET
 @_CONFIG
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1, max=131072),
-    metavar="N",
-    help="Tokens of the launch.  [default: 512; of a trace or text 2048, or all of it]",
-)
+@_TOKENS
 @_ROUTING
 @_LAYER
 @_POLICY
@@ -502,12 +498,7 @@ def simulate(**options: Any) -> int:
 @cli.command()
 @_PRESET
 @_CONFIG
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1, max=131072),
-    metavar="N",
-    help="Tokens of a call.  [default: 512; of a trace or text 2048, or all of it]",
-)
+@_TOKENS
 @_ROUTING
 @_LAYER
 @click.option(
@@ -589,12 +580,7 @@ def advise(**options: Any) -> int:
 @cli.command()
 @_PRESET
 @_CONFIG
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1, max=131072),
-    metavar="N",
-    help="Tokens in the batch.  [default: 512; of a trace or text 2048, or all of it]",
-)
+@_TOKENS
 @_ROUTING
 @_LAYER
 @_POLICY

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from importlib import metadata
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from .._version import __version__
-from .switch import Verdict, asked_for, other_method, report_text
+from .switch import (
+    PLUGIN,
+    Verdict,
+    asked_for,
+    entry_point_problem,
+    other_method,
+    report_text,
+    status_command,
+)
 
 __all__ = ["VARIABLE", "main", "register", "report"]
 
@@ -27,7 +32,6 @@ VARIABLE: Final = "WEAVE_MOE_SGLANG"
 """The environment variable that switches the plugin on."""
 
 GROUP: Final = "sglang.srt.plugins"
-PLUGIN: Final = "weave"
 
 _log = logging.getLogger("sglang.weave_moe")
 
@@ -80,13 +84,28 @@ def report(model: nn.Module) -> str:
 
 def _discovered() -> str | None:
     """None if SGLang finds the plugin and loads it; else the reason."""
-    names = [point.name for point in metadata.entry_points(group=GROUP)]
-    if PLUGIN not in names:
-        return "weave-moe's entry point is not installed: run pip install on weave-moe again"
+    problem = entry_point_problem(GROUP)
+    if problem is not None:
+        return problem
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and PLUGIN not in [name.strip() for name in allowed.split(",")]:
         return f"SGLANG_PLUGINS={allowed} leaves it out"
     return None
+
+
+def _found() -> tuple[str, str]:
+    import sglang
+
+    return sglang.__version__, "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _usable() -> str | None:
+    problem = _install()
+    if problem is not None:
+        return problem
+    from .sglang_runner import device_problem
+
+    return device_problem()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -95,39 +114,15 @@ def main(arguments: list[str] | None = None) -> int:
     Returns the exit status: 0 if it is on, 1 if it is off, 2 if there is no SGLang or the variable
     has a value that it cannot have.
     """
-    names = sys.argv[1:] if arguments is None else arguments
-    if names:
-        print("usage: python -m weave_moe.integrations.sglang", file=sys.stderr)
-        return 2
-    try:
-        import sglang
-    except ImportError as error:
-        print(f"error: SGLang cannot be imported: {error}", file=sys.stderr)
-        return 2
-    try:
-        asked = asked_for(VARIABLE)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(
-        f"weave-moe {__version__}, SGLang {sglang.__version__}, torch {torch.__version__}, "
-        f"on {device}"
+    return status_command(
+        arguments,
+        module="weave_moe.integrations.sglang",
+        engine="SGLang",
+        variable=VARIABLE,
+        found=_found,
+        discovered=_discovered,
+        usable=_usable,
     )
-    problem = _discovered()
-    if problem is None and not asked:
-        problem = f"{VARIABLE} is not 1"
-    if problem is None:
-        problem = _install()
-    if problem is None:
-        from .sglang_runner import device_problem
-
-        problem = device_problem()
-    if problem is not None:
-        print(f"weave-moe: off, {problem}")
-        return 1
-    print("weave-moe: on; at start the log says for each layer whether it is used")
-    return 0
 
 
 if __name__ == "__main__":

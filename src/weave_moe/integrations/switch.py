@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 
 import torch
 
+from .._version import __version__
 from ..shapes import Activation, LayerShape
 from .fit import backend_problem
 
 __all__ = [
     "BACKENDS",
+    "PLUGIN",
     "Verdict",
     "asked_for",
     "device_here",
+    "entry_point_problem",
     "fit_problem",
     "make_kernels",
     "other_method",
     "report_text",
+    "status_command",
 ]
+
+PLUGIN = "weave"
+"""The name of our entry points."""
 
 BACKENDS = {"cuda": "cuda", "cpu": "host"}
 """The fast backend of a device's type."""
@@ -68,6 +78,57 @@ def asked_for(variable: str) -> bool:
     if value not in ("", "0", "1"):
         raise ValueError(f"{variable} must be 1 (on) or 0 (off), got {value!r}")
     return value == "1"
+
+
+def entry_point_problem(group: str) -> str | None:
+    """None if an engine that looks for plugins in `group` finds ours; else the reason."""
+    if PLUGIN in [point.name for point in metadata.entry_points(group=group)]:
+        return None
+    return "weave-moe's entry point is not installed: run pip install on weave-moe again"
+
+
+def status_command(
+    arguments: list[str] | None,
+    *,
+    module: str,
+    engine: str,
+    variable: str,
+    found: Callable[[], tuple[str, str]],
+    discovered: Callable[[], str | None],
+    usable: Callable[[], str | None],
+) -> int:
+    """`python -m MODULE` of an engine's plugin: whether the engine would use it, and why not.
+
+    found: the engine's version and its device, ImportError where there is no such engine.
+    discovered, usable: why the engine would not load the plugin, why it could not use it.
+
+    Returns the exit status: 0 if it is on, 1 if it is off, 2 if there is no engine or the variable
+    has a value that it cannot have.
+    """
+    if sys.argv[1:] if arguments is None else arguments:
+        print(f"usage: python -m {module}", file=sys.stderr)
+        return 2
+    try:
+        version, device = found()
+    except ImportError as error:
+        print(f"error: {engine} cannot be imported: {error}", file=sys.stderr)
+        return 2
+    try:
+        asked = asked_for(variable)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"weave-moe {__version__}, {engine} {version}, torch {torch.__version__}, on {device}")
+    problem = discovered()
+    if problem is None and not asked:
+        problem = f"{variable} is not 1"
+    if problem is None:
+        problem = usable()
+    if problem is not None:
+        print(f"weave-moe: off, {problem}")
+        return 1
+    print("weave-moe: on; at start the log says for each layer whether it is used")
+    return 0
 
 
 def device_here(kind: str) -> tuple[str, int | None]:

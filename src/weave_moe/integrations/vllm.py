@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from importlib import metadata
 from typing import Any, Final
 
-import torch
 from torch import nn
 
-from .._version import __version__
-from .switch import Verdict, asked_for, other_method, report_text
+from .switch import (
+    PLUGIN,
+    Verdict,
+    asked_for,
+    entry_point_problem,
+    other_method,
+    report_text,
+    status_command,
+)
 
 __all__ = ["VARIABLE", "main", "register", "report"]
 
@@ -27,7 +31,6 @@ VARIABLE: Final = "WEAVE_MOE_VLLM"
 """The environment variable that switches the plugin on."""
 
 GROUP: Final = "vllm.general_plugins"
-PLUGIN: Final = "weave"
 
 # A child of vLLM's own logger, whose handlers and level it takes over.
 _log = logging.getLogger("vllm.weave_moe")
@@ -85,54 +88,46 @@ def report(model: nn.Module) -> str:
 
 def _discovered() -> str | None:
     """None if vLLM finds the plugin and loads it; else the reason."""
-    names = [point.name for point in metadata.entry_points(group=GROUP)]
-    if PLUGIN not in names:
-        return "weave-moe's entry point is not installed: run pip install on weave-moe again"
+    problem = entry_point_problem(GROUP)
+    if problem is not None:
+        return problem
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         return f"VLLM_PLUGINS={allowed} leaves it out"
     return None
 
 
+def _found() -> tuple[str, str]:
+    import vllm
+    from vllm.platforms import current_platform
+
+    return vllm.__version__, current_platform.device_type or "no device"
+
+
+def _usable() -> str | None:
+    problem = _install()
+    if problem is not None:
+        return problem
+    from .vllm_experts import device_problem
+
+    return device_problem()
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """`python -m weave_moe.integrations.vllm`: whether vLLM would use the plugin here, and why not.
+    """`python -m weave_moe.integrations.vllm`: whether vLLM would use the plugin, and why not.
 
     Returns the exit status: 0 if it is on, 1 if it is off, 2 if there is no vLLM or the variable
     has a value that it cannot have.
     """
-    names = sys.argv[1:] if arguments is None else arguments
-    if names:
-        print("usage: python -m weave_moe.integrations.vllm", file=sys.stderr)
-        return 2
-    try:
-        import vllm
-        from vllm.platforms import current_platform
-    except ImportError as error:
-        print(f"error: vLLM cannot be imported: {error}", file=sys.stderr)
-        return 2
-    try:
-        asked = asked_for(VARIABLE)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    device = current_platform.device_type or "no device"
-    print(
-        f"weave-moe {__version__}, vLLM {vllm.__version__}, torch {torch.__version__}, on {device}"
+    return status_command(
+        arguments,
+        module="weave_moe.integrations.vllm",
+        engine="vLLM",
+        variable=VARIABLE,
+        found=_found,
+        discovered=_discovered,
+        usable=_usable,
     )
-    problem = _discovered()
-    if problem is None and not asked:
-        problem = f"{VARIABLE} is not 1"
-    if problem is None:
-        problem = _install()
-    if problem is None:
-        from .vllm_experts import device_problem
-
-        problem = device_problem()
-    if problem is not None:
-        print(f"weave-moe: off, {problem}")
-        return 1
-    print("weave-moe: on; at start the log says for each layer whether it is used")
-    return 0
 
 
 if __name__ == "__main__":

@@ -197,18 +197,13 @@ def _recorded(
 
 
 def _simulated(options: ProfileOptions, policies: tuple[str, ...], step: Step) -> Profile:
-    from ..simulate import load_machine, make_workload, simulate
-    from ..simulate.command import _full_size, error_line
+    from ..simulate import make_workload, simulate
+    from ..simulate.command import error_line, full_size, machine_of
 
-    try:
-        machine = load_machine(options.machine or "h200")
-    except ValueError as error:
-        raise InputError(f"--{error}") from error
     held = options.held or 0
-    if held >= machine.sms:
-        raise InputError(f"--held must be 0 .. {machine.sms - 1} SMs of {machine.name}, got {held}")
+    machine = machine_of(options.machine or "h200", held)
     step("routing")
-    request = prepare(_run_options(options), _full_size)
+    request = prepare(_run_options(options), full_size)
     shape = request.preset.shape(request.dtype)
     ids = request.routed.topk_ids.numpy().astype(np.int64)
     try:

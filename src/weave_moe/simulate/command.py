@@ -24,7 +24,7 @@ from ..tools.choice import choose_plan
 from .machine import Machine, calibration_of, load_machine
 from .result import Simulated, simulate
 
-__all__ = ["SimulateOptions", "error_line", "simulate_command"]
+__all__ = ["SimulateOptions", "error_line", "full_size", "machine_of", "simulate_command"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SimulateOptions:
     as_json: bool = False
 
 
-def _full_size(
+def full_size(
     options: RunOptions, layer: Preset, tokens: int
 ) -> tuple[Preset, str, tuple[str, ...]]:
     """The layer as it is: nothing is run, so nothing must fit. 16-bit, as the kernel takes it."""
@@ -64,6 +64,17 @@ def _full_size(
     if layer.shared_intermediate:
         notes.append("the model's shared experts are dense and left out")
     return layer, dtype, tuple(notes)
+
+
+def machine_of(name: str, held: int) -> Machine:
+    """The machine of --machine, of which --held SMs are held. InputError for what cannot be."""
+    try:
+        machine = load_machine(name)
+    except ValueError as error:
+        raise InputError(f"--{error}") from error
+    if not 0 <= held < machine.sms:
+        raise InputError(f"--held must be 0 .. {machine.sms - 1} SMs of {machine.name}, got {held}")
+    return machine
 
 
 def error_line(
@@ -98,18 +109,11 @@ def error_line(
 def simulate_command(options: SimulateOptions) -> int:
     """Simulate and print. Exit status 0; InputError for bad input."""
     policies = parse_policies(options.policy)
-    try:
-        machine = load_machine(options.machine)
-    except ValueError as error:
-        raise InputError(f"--{error}") from error
-    if not 0 <= options.held < machine.sms:
-        raise InputError(
-            f"--held must be 0 .. {machine.sms - 1} SMs of {machine.name}, got {options.held}"
-        )
+    machine = machine_of(options.machine, options.held)
     reporter = Reporter(quiet=options.as_json)
     with one_torch_thread(), reporter.working(1 + len(policies)) as step:
         step("routing")
-        request = prepare(_run_options(options), _full_size)
+        request = prepare(_run_options(options), full_size)
         shape = request.preset.shape(request.dtype)
         ids = request.routed.topk_ids.numpy().astype(np.int64)
         results = []
