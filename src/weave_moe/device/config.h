@@ -74,7 +74,7 @@ struct alignas(16) Smem {
   PlanTotals totals;
   u32 aborted;  // a role of this block has given up
   u32 refused;  // this block must not take part: an earlier error, or another launch's workspace
-  u32 gather;   // ticket of the rows to gather; before that, whether this block plans for all
+  u32 gather;   // ticket of the rows to gather
 };
 static_assert(sizeof(Smem) == WEAVE_SMEM_BYTES, "schedule/granularity.py: CONTROL_BYTES");
 

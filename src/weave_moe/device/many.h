@@ -27,14 +27,18 @@ struct SortMemory {
   WEAVE_FN u32* row() const { return count() + 4 * experts; }      // [chunk_slots]
 };
 
+WEAVE_FN Range slots_of_chunk(const Launch& p, u32 chunk) {
+  const u32 begin = chunk * p.chunk_slots, end = begin + p.chunk_slots, slots = p.tokens * p.top_k;
+  return {begin, end < slots ? end : slots};
+}
+
 // The expert of each slot of a chunk and its place among the chunk's slots of that expert, kept in slot_row for later; and
 // the chunk's counts. Places within a chunk are in no fixed order: no result depends on a slot's row.
 WEAVE_FN void count_chunk(const Launch& p, const ExpertOf& expert_of, const SortMemory& m, u32 chunk) {
   const u32 experts8 = div_up(p.experts, 8) * 8;
   for (u32 e = threadIdx.x; e < p.experts; e += SORT_THREADS) m.count()[e] = 0;
   __syncthreads();
-  const u32 begin = chunk * p.chunk_slots, slots = p.tokens * p.top_k;
-  const u32 end = begin + p.chunk_slots < slots ? begin + p.chunk_slots : slots;
+  const auto [begin, end] = slots_of_chunk(p, chunk);
   for (u32 slot = begin + threadIdx.x; slot < end; slot += SORT_THREADS) {
     const u32 e = expert_of(slot);
     p.plan.slot_row[slot] = e == NONE ? NONE : atomicAdd(&m.count()[e], 1u) << 16 | e;
@@ -117,8 +121,7 @@ WEAVE_FN void place_experts(const Launch& p, const SortMemory& m, bool write) {
 // Each row of x is read once and written to the rows of all its slots.
 WEAVE_FN void scatter_chunk(const Launch& p, const SortMemory& m, u32 chunk) {
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const u32 begin = chunk * p.chunk_slots, slots = p.tokens * p.top_k;
-  const u32 end = begin + p.chunk_slots < slots ? begin + p.chunk_slots : slots;
+  const auto [begin, end] = slots_of_chunk(p, chunk);
   for (u32 slot = begin + threadIdx.x; slot < end; slot += SORT_THREADS) {
     const u32 at = p.plan.slot_row[slot];  // by this thread, in count_chunk
     u32 row = at == NONE ? NONE : m.first_row()[at & 0xffff] + (at >> 16);

@@ -179,7 +179,7 @@ class Buffers:
     def store_maps(self, tensor: Tensor, columns: int, width: int, dtype: str) -> list[bytes]:
         """Maps to store tiles of many tokens by: `width` columns of h or of down rows."""
         rows = min(tensor.numel() // (2 * columns), 2**31 - 1)
-        key = (tensor.data_ptr(), -width, columns, dtype == "bfloat16")
+        key = (tensor.data_ptr(), width, columns, dtype == "bfloat16")
         found = self._maps.get(key)
         if found is None:
             found = [
