@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -336,7 +337,7 @@ def expect(s: LayerShape, tokens: Iterable[int], **options: Any) -> None:
 
 
 _COMPILE = """
-import sys
+import json, sys
 from weave_moe.runtime import kernel
 from weave_moe.runtime.kernel import KernelConfig
 
@@ -344,24 +345,38 @@ class Nothing:  # compile into the cache; load nothing
     def __init__(self, cubin): pass
     def kernel(self, name, **options): return None
 
+config, sources = json.load(sys.stdin)
+if sources is not None:
+    kernel.device_sources = lambda: sources
+    kernel._source_hash = lambda: kernel.hash_of(sources)
 kernel.Library = Nothing
-kernel.kernel_for(eval(sys.stdin.read()), 0)
+kernel.kernel_for(eval(config), 0)
 """
 
 
-def warm_up() -> None:
-    """Compiles what all loaded test files expect into the disk cache, a process a kernel.
+def compile_all(wanted: Iterable[tuple[KernelConfig, dict[str, str] | None]]) -> None:
+    """Compiles kernels into the disk cache, a process a kernel; each with its device code by file
+    name, or None for that of the package."""
 
-    A kernel that is missing here costs its test a few seconds and nothing else.
-    """
-    wanted = set().union(*_EXPECTED) if _EXPECTED else set()
-
-    def compile_one(config: KernelConfig) -> None:
+    def compile_one(one: tuple[KernelConfig, dict[str, str] | None]) -> None:
+        config, sources = one
         subprocess.run(
-            [sys.executable, "-c", _COMPILE], input=repr(config), text=True, check=True, timeout=300
+            [sys.executable, "-c", _COMPILE],
+            input=json.dumps([repr(config), sources]),
+            text=True,
+            check=True,
+            timeout=300,
         )
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         # Wide kernels take longest.
-        order = sorted(wanted, key=lambda c: -c.width_cap)
-        list(pool.map(compile_one, order))
+        list(pool.map(compile_one, sorted(wanted, key=lambda one: -one[0].width_cap)))
+
+
+def warm_up() -> None:
+    """Compiles what all loaded test files expect.
+
+    A kernel that is missing here costs its test a few seconds and nothing else.
+    """
+    wanted = set().union(*_EXPECTED) if _EXPECTED else set()
+    compile_all([(config, None) for config in wanted])

@@ -16,6 +16,8 @@ from gpu_cases import (
     ROUTINGS,
     SMALL,
     check,
+    compile_all,
+    configs,
     expect,
     make,
     poison_scratch,
@@ -106,56 +108,64 @@ def without(file: str, text: str, instead: str = "") -> Patch:
     return patch
 
 
-COUNTER_NOT_RESET = without(
-    "scheduler.h",
-    "store_relaxed(&s.down_done[i], 0u)",
-    "(void)0",
-)
-GATE_UP_NOT_AWAITED = without(
-    "producer.h",
-    "up_target(t.tokens, up ? 0 : b.p.chunks_up)",
-    "0",
-)
-SORT_NOT_AWAITED = without(
-    "many.h",
-    "!wait_for(p.shared, &control->counted, p.sort_chunks, PLAN_TIMEOUT)",
-    "false",
-)
-STAGING_NOT_AWAITED = without(
-    "staging.h",
-    "b.wait(&b.s.drained[warpgroup][slots.slot], slots.phase ^ 1)",
-    "true",
-)
-RELAXED_PUBLICATION = without(
-    "memory.h",
-    "red.release.gpu",
-    "red.relaxed.gpu",
-)
-NO_FENCE_FOR_COPIES = without("consumer.h", "fence_async_proxy_shared();", ";")
-NO_FENCE_FOR_ROWS = without(
-    "producer.h", "fence_async_proxy();  // with few tokens the rows were ordinary stores", ""
-)
-NO_FENCE_OF_WRITERS = without("consumer.h", "fence_async_proxy();", ";")
+CAUGHT = {
+    "counter not reset": without("scheduler.h", "store_relaxed(&s.down_done[i], 0u)", "(void)0"),
+    "gate_up not awaited": without(
+        "producer.h", "up_target(t.tokens, up ? 0 : b.p.chunks_up)", "0"
+    ),
+    "sort not awaited": without(
+        "many.h",
+        "!wait_for(p.shared, &control->counted, p.sort_chunks, PLAN_TIMEOUT)",
+        "false",
+    ),
+}
+LUCKY = {
+    "relaxed publication": without("memory.h", "red.release.gpu", "red.relaxed.gpu"),
+    "no fence for copies": without("consumer.h", "fence_async_proxy_shared();", ";"),
+    "no fence for rows": without(
+        "producer.h",
+        "fence_async_proxy();  // with few tokens the rows were ordinary stores",
+        "",
+    ),
+    "no fence of writers": without("consumer.h", "fence_async_proxy();", ";"),
+    "staging not awaited": without(
+        "staging.h",
+        "b.wait(&b.s.drained[warpgroup][slots.slot], slots.phase ^ 1)",
+        "true",
+    ),
+}
+
+
+STRESSED = (SMALL, shape(2048, 192, 64, 8))
+STRESSED_TOKENS = (3, 40, 200, 1100)
+
+
+def sources_with(plant: Patch | None) -> dict[str, str]:
+    sources = dict(kernel.device_sources())
+    if plant is not None:
+        plant(sources)
+    return sources
+
+
+@pytest.fixture(scope="module")
+def planted() -> None:
+    """All broken kernels, compiled at once: one after the other they take minutes."""
+    needed = set().union(*(configs(s, STRESSED_TOKENS) for s in STRESSED))
+    broken = [sources_with(plant) for plant in (None, *CAUGHT.values(), *LUCKY.values())]
+    compile_all([(config, sources) for config in needed for sources in broken])
 
 
 def stress(gpu: torch.device, patch: pytest.MonkeyPatch, plant: Patch | None) -> int:
     """Launches that gave a wrong result or gave up, of 2,000 with the bug planted."""
     from weave_moe.backends import cuda
 
-    sources = dict(kernel.device_sources())
-    if plant is not None:
-        plant(sources)
-    text = repr(sorted(sources.items()))
-    cases = [
-        make(s, tokens, routing=skewed)
-        for s in (SMALL, shape(2048, 192, 64, 8))
-        for tokens in (3, 40, 200, 1100)
-    ]
+    sources = sources_with(plant)
+    cases = [make(s, tokens, routing=skewed) for s in STRESSED for tokens in STRESSED_TOKENS]
     want = [check(case) for case in cases]
     torch.cuda.synchronize()
     # Own kernels, own buffers: nothing of the broken kernel is left when the test ends.
     patch.setattr(kernel, "device_sources", lambda: sources)
-    patch.setattr(kernel, "_source_hash", lambda: text)
+    patch.setattr(kernel, "_source_hash", lambda: kernel.hash_of(sources))
     patch.setattr(kernel, "_kernels", {})
     patch.setattr(cuda, "_prepared", set())
     patch.setattr(cuda, "_pools", {})
@@ -179,45 +189,30 @@ def stress(gpu: torch.device, patch: pytest.MonkeyPatch, plant: Patch | None) ->
     return bad
 
 
+@pytest.mark.usefixtures("planted")
 def test_the_stress_finds_nothing_where_nothing_is_planted(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert stress(gpu, monkeypatch, None) == 0
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        pytest.param(COUNTER_NOT_RESET, id="counter-not-reset"),
-        pytest.param(GATE_UP_NOT_AWAITED, id="gate-up-not-awaited"),
-        pytest.param(SORT_NOT_AWAITED, id="sort-not-awaited"),
-    ],
-)
-def test_bugs_that_are_caught(
-    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, plant: Patch
-) -> None:
-    caught = stress(gpu, monkeypatch, plant)
-    print(f"caught in {caught} launches")
+@pytest.mark.usefixtures("planted")
+@pytest.mark.parametrize("bug", CAUGHT)
+def test_bugs_that_are_caught(gpu: torch.device, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    caught = stress(gpu, monkeypatch, CAUGHT[bug])
+    print(f"{bug}: caught in {caught} launches")
     assert caught > 0
 
 
 LUCK = "the hardware may order what the code does not: caught, if at all, by luck"
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        pytest.param(RELAXED_PUBLICATION, id="relaxed-publication"),
-        pytest.param(NO_FENCE_FOR_COPIES, id="no-fence-for-copies"),
-        pytest.param(NO_FENCE_FOR_ROWS, id="no-fence-for-rows"),
-        pytest.param(NO_FENCE_OF_WRITERS, id="no-fence-of-writers"),
-        pytest.param(STAGING_NOT_AWAITED, id="staging-not-awaited"),
-    ],
-)
+@pytest.mark.usefixtures("planted")
+@pytest.mark.parametrize("bug", LUCKY)
 def test_bugs_that_luck_may_catch(
-    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, plant: Patch
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, bug: str
 ) -> None:
-    caught = stress(gpu, monkeypatch, plant)
-    print(f"caught in {caught} launches")
+    caught = stress(gpu, monkeypatch, LUCKY[bug])
+    print(f"{bug}: caught in {caught} launches")
     if not caught:
         pytest.xfail(LUCK)

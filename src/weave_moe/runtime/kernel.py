@@ -240,12 +240,17 @@ def device_sources() -> dict[str, str]:
     return {p.name: p.read_text() for p in sorted(DEVICE.iterdir()) if p.suffix in {".h", ".cu"}}
 
 
-@cache
-def _source_hash() -> str:
+def hash_of(sources: dict[str, str]) -> str:
+    """What tells one device code from another."""
     digest = hashlib.sha256()
-    for name, text in device_sources().items():
+    for name, text in sources.items():
         digest.update(f"{name}\0{text}\0".encode())
     return digest.hexdigest()
+
+
+@cache
+def _source_hash() -> str:
+    return hash_of(device_sources())
 
 
 SORT_THREADS: Final = 512
