@@ -237,14 +237,15 @@ def test_tasks_cover_every_token_output_and_input_once(
     for index in range(stage.tasks(plan)):
         t = schedule.task_at(plan, stage, index)
         tile = schedule.tile_at(plan.groups, stage.chunks, parts, index)
-        order.append((t.expert, tile.chunk, tile.group, tile.part))
+        block = (tile.group - plan.groups[tile.group].first) // schedule.TOGETHER
+        order.append((t.expert, block, tile.chunk, tile.group, tile.part))
         seen[t.expert][
             t.token_start : t.token_start + t.token_count,
             t.chunk_start : t.chunk_start + t.chunk_count,
             t.k_start : t.k_start + t.k_count,
         ] += 1
     assert all((s == 1).all() for s in seen)
-    assert order == sorted(order), "expert, chunk, group, part"
+    assert order == sorted(order), "expert, block of groups, chunk, group, part"
 
 
 @given(tokens=st.integers(1, 200), top_k=st.integers(1, 8), block=st.integers(1, 40))

@@ -429,7 +429,7 @@ def _launch(
     knobs.steal_one = int(getattr(call.workspace, "steal", "half") == "one")
     knobs.min_steal = getattr(call.workspace, "min_steal", 1)
     knobs.static_share = getattr(call.workspace, "static_share", 70)
-    knobs.batch = getattr(call.workspace, "batch", 4)
+    knobs.batch = getattr(call.workspace, "batch", None) or plan.batch
     p.host_error = pool.error.data_ptr()
     p.weight_hint = _EVICT_FIRST if tokens < _HINT_NORMAL_TOKENS else _EVICT_NORMAL
     p.hot_hint = getattr(call.workspace, "_hot_hint", p.weight_hint)

@@ -254,16 +254,31 @@ enum StageKind : u32 { GATE_UP = 0, DOWN = 1, COMBINE = 2, STAGES = 3 };
 struct Tile {
   u32 group, chunk, part;
 };
-// The task at `index` of a stage with `chunks` chunks and `parts` K ranges a tile. `groups[tile / chunks]` is some group
-// of the tile's expert, because an expert's tiles number siblings x chunks; that is all the search there is.
+// Groups of an expert whose tiles are neighbours: as many tasks run at once as a GPU has SMs, and what they read between
+// them is least where they are about as many weight rows wide as they are tokens long.
+#ifndef WEAVE_TOGETHER
+constexpr u32 TOGETHER = 8;
+#else
+constexpr u32 TOGETHER = WEAVE_TOGETHER;
+#endif
+
+// The task at `index` of a stage with `chunks` chunks and `parts` K ranges a tile. Order: expert, block of TOGETHER groups,
+// chunk, group, K range. `groups[tile / chunks]` is some group of the tile's expert, because an expert's tiles number
+// siblings x chunks; that is all the search there is.
 WEAVE_FN Tile tile_at(const Group* groups, u32 chunks, u32 parts, u32 index) {
   const u32 tile = parts == 1 ? index : index / parts;
   const Group any = groups[tile / chunks];
-  const u32 within = tile - any.first * chunks;
+  u32 within = tile - any.first * chunks, first = any.first, block = any.siblings;
+  if (block > TOGETHER) {
+    const u32 skipped = within / (TOGETHER * chunks) * TOGETHER;
+    within -= skipped * chunks;
+    first += skipped;
+    block = block - skipped < TOGETHER ? block - skipped : TOGETHER;
+  }
   Tile t;
   t.part = index - tile * parts;
-  t.chunk = any.siblings == 1 ? within : within / any.siblings;
-  t.group = any.first + (within - t.chunk * any.siblings);
+  t.chunk = block == 1 ? within : within / block;
+  t.group = first + (within - t.chunk * block);
   return t;
 }
 

@@ -2,6 +2,7 @@
 
 from .plan import (
     NONE,
+    TOGETHER,
     Cut,
     Group,
     Plan,
@@ -43,6 +44,7 @@ from .queues import (
 
 __all__ = [
     "NONE",
+    "TOGETHER",
     "POLICY_CODES",
     "STEALING",
     "VICTIM_CODES",

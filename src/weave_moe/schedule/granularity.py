@@ -54,6 +54,7 @@ class KernelPlan:
     parts_up, parts_down: K ranges of a tile, whose sums the last to finish adds in order. They are
     part of a result's bits, so they must not depend on the number of tokens.
     policy: what "auto" is.
+    batch: most tasks that "steal" puts into a queue at once.
     reasons: one line for each choice.
     """
 
@@ -68,6 +69,7 @@ class KernelPlan:
     parts_up: int = 1
     parts_down: int = 1
     policy: str = "steal"
+    batch: int = 4
     reasons: tuple[str, ...] = ()
 
     @property

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 __all__ = [
     "NONE",
+    "TOGETHER",
     "Cut",
     "Group",
     "Plan",
@@ -233,6 +234,10 @@ def build_plan(
     return plan, place_rows(plan, expert_of_slot)
 
 
+TOGETHER: Final = 8
+"""Groups of an expert whose tiles are neighbours in the order of tasks."""
+
+
 class Tile(NamedTuple):
     """A task's place: K range `part` of output chunk `chunk` of group `group`."""
 
@@ -242,14 +247,16 @@ class Tile(NamedTuple):
 
 
 def tile_at(groups: Sequence[Group], chunks: int, parts: int, index: int) -> Tile:
-    """The task at `index` of a stage: ordered by expert, chunk, group, part.
+    """The task at `index` of a stage: ordered by expert, block of groups, chunk, group, part.
 
-    An expert's tiles number siblings x chunks, so `index // parts // chunks` is some group of it.
+    A block is TOGETHER groups of the expert, the last one what is left. An expert's tiles number
+    siblings x chunks, so `index // parts // chunks` is some group of it.
     """
     tile, part = divmod(index, parts)
     some = groups[tile // chunks]
-    chunk, sibling = divmod(tile - some.first * chunks, some.siblings)
-    return Tile(some.first + sibling, chunk, part)
+    block, within = divmod(tile - some.first * chunks, TOGETHER * chunks)
+    chunk, sibling = divmod(within, min(TOGETHER, some.siblings - block * TOGETHER))
+    return Tile(some.first + block * TOGETHER + sibling, chunk, part)
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,17 @@ LIMIT_SECONDS: Final = 8.0
 """
 
 _SHARED_BYTES: Final = 200 * 1024  # one block an SM, and no room beside it for a block of experts
-_STOP: Final = 1000  # the word that ends it, after one word a block
-_BYTES: Final = 1001  # one word a block: MiB read
+_BYTES: Final = 1000  # of the host's words, after one a block: one a block, MiB read
 
 _SOURCE: Final = r"""
 struct Args {
-  volatile unsigned int* words;
+  volatile unsigned int* words;  // the host's
+  const volatile unsigned int* stop;  // the device's: reading the host's again and again slows the whole GPU
   unsigned long long limit_ns;
   const uint4* buffer;  // null: read nothing
   unsigned long long vectors;
 };
 extern "C" __global__ void __launch_bounds__(512) neighbour(const __grid_constant__ Args a) {
-  volatile unsigned int* stop = a.words + 1000;
   unsigned long long begin, now, at = (unsigned long long)blockIdx.x * a.vectors / gridDim.x;
   unsigned int mebibytes = 0, sum = 0;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
@@ -45,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(512) neighbour(const __grid_constan
   __shared__ unsigned int leave;
   for (;;) {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    if (threadIdx.x == 0) leave = *stop || now - begin >= a.limit_ns;
+    if (threadIdx.x == 0) leave = *a.stop || now - begin >= a.limit_ns;
     __syncthreads();
     if (leave) break;
     if (a.buffer) {  // 1 MiB, then the next one
@@ -67,10 +66,10 @@ extern "C" __global__ void __launch_bounds__(512) neighbour(const __grid_constan
     }
     __syncthreads();
   }
-  if (sum == 0x12345678) a.words[1000] = 1;  // keeps the loads
+  if (sum == 0x12345678) a.words[blockIdx.x] = 3;  // keeps the loads
   if (threadIdx.x == 0) {
-    a.words[1001 + blockIdx.x] = mebibytes;
-    if (!*stop) a.words[blockIdx.x] = 2;  // left by itself
+    a.words[1000 + blockIdx.x] = mebibytes;
+    if (!*a.stop) a.words[blockIdx.x] = 2;  // left by itself
   }
   __threadfence_system();
 }
@@ -80,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(512) neighbour(const __grid_constan
 class _Args(ctypes.Structure):
     _fields_ = (
         ("words", ctypes.c_void_p),
+        ("stop", ctypes.c_void_p),
         ("limit_ns", ctypes.c_uint64),
         ("buffer", ctypes.c_void_p),
         ("vectors", ctypes.c_uint64),
@@ -94,15 +94,28 @@ def _kernel(device: int, threads: int) -> Kernel:
     return kernel
 
 
-@cache
-def _stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+class _Channel:
+    """What a device's neighbour and the host tell each other by; made once, never freed, because
+    freeing pinned memory waits for the device."""
+
+    def __init__(self, device: int) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stopping = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.words = torch.zeros(2048, dtype=torch.int32, pin_memory=True)
+        self.values = torch.tensor([0, 1], dtype=torch.int32).pin_memory()
+        self.stop = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+        torch.cuda.synchronize(device)
+
+    def set_stop(self, value: int) -> None:
+        """By a copy: it needs no SM."""
+        with torch.cuda.stream(self.stopping):
+            self.stop.copy_(self.values[value : value + 1], non_blocking=True)
+        self.stopping.synchronize()
 
 
 @cache
-def _words(device: int) -> Tensor:
-    # Pinned memory that is never freed: freeing it would wait for the device.
-    return torch.zeros(2048, dtype=torch.int32, pin_memory=True)
+def _channel(device: int) -> _Channel:
+    return _Channel(device)
 
 
 @contextmanager
@@ -128,25 +141,33 @@ def held(
     if size % (1 << 20):
         raise ValueError(f"reads must be a multiple of 1 MiB, got {size} bytes")
     kernel = _kernel(device.index, 32 if reads is None else 512)
-    stream, words, rate = _stream(device.index), _words(device.index), [0.0]
+    channel, rate = _channel(device.index), [0.0]
+    words = channel.words
     started = words[:sms]
     words.zero_()
+    channel.set_stop(0)
     begin = time.monotonic()
     if sms:
         pointer = None if reads is None else reads.data_ptr()
-        args = _Args(words.data_ptr(), int(limit_seconds * 1e9), pointer, size // 16)
-        kernel.launch(sms, stream.cuda_stream, args)
+        args = _Args(
+            words.data_ptr(),
+            channel.stop.data_ptr(),
+            int(limit_seconds * 1e9),
+            pointer,
+            size // 16,
+        )
+        kernel.launch(sms, channel.stream.cuda_stream, args)
         deadline = begin + 5
         while int(started.min()) == 0:
             if time.monotonic() > deadline:
-                words[_STOP] = 1
+                channel.set_stop(1)
                 raise RuntimeError(f"the neighbour did not get its {sms} SMs")
     begin = time.monotonic()
     try:
         yield rate
     finally:
-        words[_STOP] = 1
-        stream.synchronize()
+        channel.set_stop(1)
+        channel.stream.synchronize()
     mebibytes = int(words[_BYTES : _BYTES + sms].sum())
     rate[0] = mebibytes * 2**20 / (time.monotonic() - begin) / 1e12
     if int((started == 2).sum()):
