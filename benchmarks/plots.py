@@ -148,9 +148,25 @@ def policies(jobs: Jobs, folder: Path) -> None:
     save(figure, folder, "policies")
 
 
-def write(cells: dict[Cell, Rows], jobs: Jobs, folder: Path | None = None) -> None:
+def layer(cells: dict[Cell, Rows], folder: Path) -> None:
+    if not any(report.ratio_to_rival(rows) for rows in cells.values()):
+        return
+    figure, (axis,) = panels(1, "The whole layer against the best rival", "times as fast")
+    axis.axhline(1, color="black", linewidth=0.8)
+    for i, (model, (xs, ys)) in enumerate(lines_of(cells, EVEN, report.ratio_to_rival).items()):
+        # From the seventh on, a colour comes again with another mark and dashes.
+        look = {"marker": MARKS[(i + i // 6) % 6], "color": COLOURS[i % 6], "markersize": 4}
+        axis.plot(xs, ys, label=model, linestyle="--" if i >= 6 else "-", **look)
+    by_tokens(axis, EVEN, tokens_of(cells))
+    save(figure, folder, "layer")
+
+
+def write(
+    cells: dict[Cell, Rows], jobs: Jobs, whole: dict[Cell, Rows], folder: Path | None = None
+) -> None:
     """All that there are results for."""
     folder = report.DETAILS.parent if folder is None else folder
     rivals(cells, folder)
     floor(cells, folder)
     policies(jobs, folder)
+    layer(whole, folder)

@@ -13,17 +13,20 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-FILES = {name: RESULTS / f"h200-{name}.jsonl" for name in ("experts", "policies", "neighbours")}
+NAMES = ("experts", "policies", "neighbours", "layer")
+FILES = {name: RESULTS / f"h200-{name}.jsonl" for name in NAMES}
 README, DETAILS = ROOT / "README.md", ROOT / "docs/benchmarks.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 FEW = 256
 """Most tokens that count as few, here and in common.py."""
+DECODE = 64
+"""Most tokens where what the router adds is said in microseconds, not as a share."""
 LEVEL = 0.01
 """Times that differ by no more than this, or than the paired spread if it is wider, are level."""
 EVEN, SKEWED, RECORDED = "even", "Zipf 1.2", "recorded"
@@ -520,6 +523,131 @@ def neighbours_table(rows: Iterable[Row]) -> str:
     return markdown(head, lines) if lines else ""
 
 
+# --- the whole layer ----------------------------------------------------------------------------
+
+
+def load_layer(rows: Iterable[Row]) -> dict[Cell, Rows]:
+    """Rows by cell and contestant, without those of padded calls; whole layers first."""
+    found = load_experts(row for row in rows if "valid" not in row)
+    parts = ("weave:experts", "weave:routed")
+    return {
+        cell: dict(sorted(named.items(), key=lambda item: item[0] in parts))
+        for cell, named in found.items()
+    }
+
+
+def load_padded(rows: Iterable[Row]) -> list[Row]:
+    """The newest row of each model, valid tokens and tokens of the call."""
+    found = newest(
+        (row for row in rows if "valid" in row),
+        lambda row: (row["model"], row["valid"]),
+        lambda row: str(row["T"]),
+    )
+    return [row for named in found.values() for row in named.values()]
+
+
+def layer_table(cells: dict[Cell, Rows]) -> str:
+    """A row a model and token count."""
+    lines = []
+    for model, tokens in in_rows(cells):
+        rows = cells.get(Cell(model, tokens, EVEN), {})
+        ours, rival, ratio = rows.get("weave", {}), best_rival(rows), ratio_to_rival(rows)
+        if "us" in ours:
+            line = [
+                model,
+                f"{tokens:,}",
+                f"{ours['us']:.1f}",
+                f"{ours['floor_us'] / ours['us']:.3f}",
+            ]
+            if rival is None or ratio is None:
+                line += ["-", "-"]
+            else:
+                line += [f"{rival['us']:.1f} ({rival['contestant']})", f"{ratio:.2f}"]
+            lines.append(
+                [*line, figure(ours, "router_us", ".1f"), figure(ours, "shared_us", ".1f")]
+            )
+    head = ["model", "tokens", "us", "of the floor", "best rival, us", "times as fast"]
+    return markdown([*head, "router and top-k, us", "shared experts, us"], lines) if lines else ""
+
+
+def router_words(cells: dict[Cell, Rows]) -> str:
+    """What router and top-k add to the experts."""
+    few, many = [], []
+    for cell, rows in cells.items():
+        added = rows.get("weave", {}).get("router_us")
+        if added is not None and cell.tokens <= DECODE:
+            few.append(added)
+        elif added is not None:
+            many.append(added / rows["weave:experts"]["us"])
+    texts = []
+    if few:
+        texts.append(f"{one_or_range(few, '.1f')} us up to {DECODE} tokens")
+    if many:
+        texts.append(f"{one_or_range(many, '.1%')} of the experts' time above {DECODE}")
+    return f"Router and top-k add {', and '.join(texts)}." if texts else ""
+
+
+def padded_words(rows: Iterable[Row]) -> str:
+    """What tokens that are none cost."""
+    groups: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        if row["T"] != row["valid"] and "over_bare" in row:
+            groups.setdefault((row["valid"], row["T"]), []).append(row)
+    texts = [
+        f"{valid} valid tokens of {tokens:,} in the call take "
+        f"{one_or_range([row['over_bare'] for row in some], '.2f')} times as long as {valid} alone "
+        f"({one_or_range([row['more_us'] for row in some], '.1f')} us more)"
+        for (valid, tokens), some in sorted(groups.items())
+    ]
+    return f"{'; '.join(texts)}." if texts else ""
+
+
+def padded_table(rows: Iterable[Row]) -> str:
+    """Every padded call."""
+    lines = [
+        [
+            *(row["model"], f"{row['valid']} of {row['T']:,}", figure(row, "us", ".1f")),
+            *(figure(row, "over_bare", ".3f"), figure(row, "more_us", ".1f")),
+        ]
+        for row in rows
+    ]
+    head = ["model", "valid tokens", "us", "over the valid ones alone", "us more"]
+    return markdown(head, lines) if lines else ""
+
+
+def layer_words(cells: dict[Cell, Rows]) -> str:
+    """What it was measured on, and what rivals got."""
+    used = [row for rows in cells.values() for row in rows.values()]
+    rivals = sorted(
+        {
+            f"{row['contestant']} ({row['version']})"
+            for row in used
+            if "us" in row and not row["contestant"].startswith("weave")
+        }
+    )
+    text = (
+        f"{provenance(used)}; from hidden states and router weight to output, even routing, "
+        "replays of CUDA graphs, contestants in turn in one process, microseconds a call. "
+        f"{floor_words(used)} Router and shared experts count in it."
+    )
+    if rivals:
+        text += (
+            f" Rivals: {', '.join(rivals)}; they get logits by torch.mm with fp32 output, their "
+            "own top-k where they have one and else torch's, and shared experts by torch."
+        )
+    return text
+
+
+def layer_part(rows: Iterable[Row], folder: str) -> list[str]:
+    """What README and details say of the whole layer; nothing without rows."""
+    rows = list(rows)
+    cells, padded = load_layer(rows), load_padded(rows)
+    if not cells:
+        return []
+    parts = [layer_words(cells), layer_table(cells), rivals_words(cells)]
+    return [*parts, router_words(cells), padded_words(padded), picture("layer", folder)]
+
+
 # --- pages --------------------------------------------------------------------------------------
 
 
@@ -551,7 +679,7 @@ def floor_words(rows: list[Row]) -> str:
     )
 
 
-def readme_section(experts: list[Row], policies: list[Row]) -> str:
+def readme_section(experts: list[Row], policies: list[Row], layer: Sequence[Row] = ()) -> str:
     """The generated part of the README, between its markers."""
     cells, jobs = load_experts(experts), load_policies(policies)
     used = [row for rows in cells.values() for row in rows.values()]
@@ -571,17 +699,30 @@ def readme_section(experts: list[Row], policies: list[Row]) -> str:
     dynamic = dynamic_words(jobs) or dynamic_words_of_experts(cells)
     parts = [head, *rivals_part(cells), picture("rivals", "docs/"), dynamic]
     parts += [static_expert_words(jobs), held_words(jobs), picture("policies", "docs/")]
+    whole = layer_part(layer, "docs/")
+    parts += ["**The whole layer**", *whole] if whole else []
     parts.append("How it is measured, and all tables: [docs/benchmarks.md](docs/benchmarks.md).")
     return "\n".join([BEGIN, "\n\n".join(part for part in parts if part), END])
 
 
-def details_section(experts: list[Row], policies: list[Row], neighbours: list[Row]) -> str:
+def details_section(
+    experts: list[Row],
+    policies: list[Row],
+    neighbours: list[Row],
+    layer: Sequence[Row] = (),
+) -> str:
     """The generated part of docs/benchmarks.md."""
     cells, jobs = load_experts(experts), load_policies(policies)
     rows = [row for found in cells.values() for row in found.values()]
     parts = ["## Against the floor and rivals", f"{provenance(rows)}. {floor_words(rows)}"]
     parts += [picture("floor"), picture("rivals"), rivals_words(cells)]
     parts += ["Microseconds a call:", contestants_table(cells)]
+    whole = layer_part(layer, "")
+    if whole:
+        parts += ["## The whole layer", *whole]
+        parts += ["Microseconds a call:", contestants_table(load_layer(layer))]
+        padded = padded_table(load_padded(layer))
+        parts += ["Calls that have more tokens than valid ones:", padded] if padded else []
     if jobs:
         used = [row for rows in jobs.values() for row in rows.values()]
         parts += [
@@ -622,6 +763,7 @@ def picture(name: str, folder: str = "") -> str:
         "rivals": "Times as fast as the best rival, by tokens",
         "floor": "Share of the floor, by tokens",
         "policies": "Policies over stealing, by tokens and by SMs held",
+        "layer": "The whole layer: times as fast as the best rival, by tokens",
     }
     there = (DETAILS.parent / f"{name}.png").exists()
     return f"![{titles[name]}]({folder}{name}.png)" if there else ""
@@ -637,7 +779,7 @@ def pages() -> dict[Path, str]:
     """The text that each page should have."""
     rows = {name: read(path) for name, path in FILES.items()}
     return {
-        README: replaced(README, readme_section(rows["experts"], rows["policies"])),
+        README: replaced(README, readme_section(rows["experts"], rows["policies"], rows["layer"])),
         DETAILS: replaced(DETAILS, details_section(*rows.values())),
     }
 
@@ -653,7 +795,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not (args.check or args.no_plots):
         import plots
 
-        plots.write(load_experts(read(FILES["experts"])), load_policies(read(FILES["policies"])))
+        plots.write(
+            load_experts(read(FILES["experts"])),
+            load_policies(read(FILES["policies"])),
+            load_layer(read(FILES["layer"])),
+        )
     differ = [(path, text) for path, text in pages().items() if path.read_text() != text]
     for path, text in differ:
         if args.check:

@@ -27,6 +27,7 @@ OF_A_FILE = {
         *("neighbour", "neighbour_sms", "us", "alone_us", "slowdown", "equal_bits", "finite"),
         *("neighbour_tbs", "neighbour_alone_tbs"),
     },
+    "h200-layer": {"floor_us", "read_tbs", "matrix_tflops", "active", "maxload"},
     "h200-counters": {"label", "kernels", "dram_bytes", "dram_over_min", "l2_hit"},
 }
 Row = dict[str, Any]
@@ -221,8 +222,80 @@ def test_tables_by_policy(report: ModuleType, made_up: list[Row]) -> None:
     assert "1.25 / 0.40" in report.memory_table(report.load_policies(counted))
 
 
+def layer_row(model: str, tokens: int, contestant: str, us: float | None, **more: Any) -> Row:
+    floor = 8.0 if contestant == "weave:experts" else 10.0
+    return expert_row(model, tokens, 0.0, contestant, us) | {"floor_us": floor} | more
+
+
+@pytest.fixture
+def whole() -> list[Row]:
+    found = []
+    for model in "ab":
+        for tokens, us, router in ((1, 20.0, 4.5), (64, 40.0, 6.25), (4096, 800.0, 40.0)):
+            more = {"shared_us": 1.5} if model == "b" else {}
+            found += [
+                # The parts first, as of a run that went on: the cell's floor is the whole one's.
+                layer_row(model, tokens, "weave:experts", us - router),
+                layer_row(model, tokens, "weave", us, router_us=router, **more),
+                layer_row(model, tokens, "vllm", 1.25 * us),
+                layer_row(model, tokens, "wrong", None),
+            ]
+    found.append(layer_row("a", 4096, "torch", 700.0))
+    for model, over in (("a", 1.04), ("b", 1.062)):
+        found += [
+            layer_row(model, 5, "weave", 22.0, valid=5, over_bare=1.0, more_us=0.0),
+            layer_row(model, 256, "weave", 23.0, valid=5, over_bare=over, more_us=1.0),
+            layer_row(model, 2048, "weave", 27.0, valid=5, over_bare=1.2, more_us=over),
+        ]
+    return found
+
+
+def test_the_report_of_the_whole_layer(report: ModuleType, whole: list[Row]) -> None:
+    experts = [expert_row("a", 1, 0.0, "weave", 2.0)]
+    text = report.readme_section(experts, [], whole)
+    part = text.split("**The whole layer**")[1]
+    assert "| a | 1 | 20.0 | 0.500 | 25.0 (vllm) | 1.25 | 4.5 | - |" in part
+    assert "| a | 4,096 | 800.0 | 0.013 | 700.0 (torch) | 0.88 | 40.0 | - |" in part
+    assert "| b | 64 | 40.0 | 0.250 | 50.0 (vllm) | 1.25 | 6.2 | 1.5 |" in part
+    assert "Slower than the best rival in 1 of 6 cells: a T=4096 even (0.88)." in part
+    assert (
+        "Router and top-k add 4.5 to 6.2 us up to 64 tokens, and 5.3% of the experts' time above 64"
+        in part
+    )
+    assert (
+        "5 valid tokens of 256 in the call take 1.04 to 1.06 times as long as 5 alone (1.0 us "
+        "more); 5 valid tokens of 2,048 in the call take 1.20 times as long as 5 alone (1.0 to "
+        "1.1 us more)." in part
+    )
+    assert "Rivals: torch (3), vllm (3); they get logits by torch.mm" in part
+    details = report.details_section(experts, [], [], whole)
+    assert "| a | 64 | even | 10.0 | 40.0 | 33.8 | 50.0 | error | - |" in details
+    assert "| b | 5 of 2,048 | 27.0 | 1.200 | 1.1 |" in details
+    assert "| b | 5 of 5 | 22.0 | 1.000 | 0.0 |" in details
+
+
+def test_padded_calls_are_no_cells_of_the_layer(report: ModuleType, whole: list[Row]) -> None:
+    cells = report.load_layer(whole)
+    assert {cell.tokens for cell in cells} == {1, 64, 4096}
+    newer = [row | {"commit": "d" * 40, "over_bare": 1.5} for row in whole if row.get("valid")]
+    rows = report.load_padded([*whole, newer[0]])
+    assert [r["over_bare"] for r in rows if r["model"] == "a"] == [1.5], "of one commit"
+    assert len([r for r in rows if r["model"] == "b"]) == 3
+
+
+def test_without_rows_of_the_layer_nothing_is_said_of_it(report: ModuleType) -> None:
+    found = [expert_row("a", 1, 0.0, "weave", 2.0)]
+    for text in (report.readme_section(found, []), report.details_section(found, [], [])):
+        assert "whole layer" not in text
+    assert report.layer_part([], "") == []
+
+
 def test_pages_and_plots_of_all_that_there_is(
-    report: ModuleType, made_up: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    report: ModuleType,
+    made_up: list[Row],
+    whole: list[Row],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("matplotlib")
     files = {name: tmp_path / f"{name}.jsonl" for name in report.FILES}
@@ -266,3 +339,13 @@ def test_pages_and_plots_of_all_that_there_is(
         "| stream 16 | a T=64 even | `steal` | 20.0 | 22.0 | 1.10 | 0.60 / 0.50 | yes |" in details
     )
     assert "Over all 12 cells: 1.18." in readme
+    assert "whole layer" not in readme + details
+    write(files["layer"], whole)
+    assert report.main(["--check"]) == 1
+    assert report.main([]) == 0
+    assert report.main(["--check"]) == 0
+    readme, details = (page.read_text() for page in pages)
+    assert (pages[1].parent / "layer.png").exists()
+    assert "(docs/layer.png)" in readme
+    assert "(layer.png)" in details
+    assert readme.index("**The whole layer**") < readme.index("How it is measured")
