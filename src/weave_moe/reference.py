@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import routing as routers
-from .routing import RoutingConfig
+from .routing import LayerCall, RoutingConfig, check_layer
 from .shapes import (
     Activation,
     ExpertsCall,
     SharedExperts,
-    check_experts,
     check_shared,
     check_tokens,
     shared_call,
@@ -178,64 +176,19 @@ def shared_reference(
 
 
 def assemble_layer(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    run: Callable[[ExpertsCall], Tensor],
-    *,
-    routing: RoutingConfig,
-    router_weight: Tensor | None = None,
-    router_bias: Tensor | None = None,
-    router_logits: Tensor | None = None,
-    selection_bias: Tensor | None = None,
-    shared: SharedExperts | None = None,
-    out: Tensor | None = None,
-    **options: Any,
+    layer: LayerCall, run: Callable[[ExpertsCall], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A whole layer from its parts, whoever computes the experts: (y [T, H], weights, ids).
 
-    The router is `routing.router_logits` and `routing.route`; `run` computes the routed experts
-    and, as a call of its own with one expert, the shared ones. Each gives a result in x's dtype,
-    and
+    The router is torch's; `run` computes the routed experts and, as a call of its own with one
+    expert, the shared ones. Each gives a result in x's dtype, and
 
         y = (routed + shared) + residual        added in fp32 in that order, rounded once
 
-    so that all backends agree on the layer if they agree on the experts. `options` are the other
-    keywords of `check_experts`. Everything is checked before anything is computed.
-
-    Raises TypeError or ValueError naming the argument.
+    so that all backends that work by parts agree on the layer if they agree on the experts.
     """
-    x = check_tokens(x)
-    if not isinstance(routing, RoutingConfig):
-        raise TypeError(f"routing must be a RoutingConfig, got {type(routing).__name__}")
-    slots = (x.size(0), routing.top_k)
-    call = check_experts(
-        x,
-        w13,
-        w2,
-        torch.empty(slots, dtype=torch.float32, device=x.device),
-        torch.empty(slots, dtype=torch.int32, device=x.device),
-        out=out,
-        **options,
-    )
-    expert_map = call.expert_map
-    routers.check_router(
-        x,
-        call.shape.experts if expert_map is None else expert_map.numel(),
-        routing=routing,
-        router_weight=router_weight,
-        router_bias=router_bias,
-        router_logits=router_logits,
-        selection_bias=selection_bias,
-    )
-    if shared is not None:
-        check_shared(shared, x, call.activation)
-
-    if router_weight is not None:
-        router_logits = routers.router_logits(call.x, router_weight, router_bias)
-    assert router_logits is not None
-    weights, ids = routers.route(router_logits, routing, selection_bias)
-    call = replace(call, topk_weights=weights, topk_ids=ids.contiguous())
+    weights, ids = layer.route()
+    call, shared = layer.routed(weights, ids), layer.shared
     if shared is None:
         return run(call), weights, ids
     # The routed experts last, so that a workspace's record of its last run is theirs.
@@ -256,7 +209,7 @@ def assemble_layer(
     else:
         wide = torch.promote_types(routed.dtype, torch.float32)
         y = (routed.to(wide) + extra + call.residual).to(routed.dtype)
-    return (y if out is None else out.copy_(y)), weights, ids
+    return (y if call.out is None else call.out.copy_(y)), weights, ids
 
 
 def moe_reference(
@@ -277,4 +230,4 @@ def moe_reference(
     Raises TypeError or ValueError naming the argument.
     """
     run = partial(experts_reference, rounding=rounding, compute_dtype=compute_dtype)
-    return assemble_layer(x, w13, w2, run, routing=routing, **options)[0]
+    return assemble_layer(check_layer(x, w13, w2, routing=routing, **options), run)[0]

@@ -17,8 +17,8 @@ Every router of the shape table of well-known models is a `RoutingConfig`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +26,20 @@ from torch import Tensor
 
 from .shapes import (
     DTYPES,
+    ExpertsCall,
+    SharedExperts,
     check_choice,
     check_count,
+    check_experts,
     check_flag,
     check_number,
+    check_shared,
     check_size,
     check_tensor,
+    check_tokens,
 )
 
-__all__ = ["RoutingConfig", "check_router", "route", "router_logits"]
+__all__ = ["LayerCall", "RoutingConfig", "check_layer", "check_router", "route", "router_logits"]
 
 _FLOATS = tuple(DTYPES.values())
 
@@ -121,6 +126,107 @@ def check_router(
         check_size("router_logits", logits, 0, x.size(0), "T, from x")
         check_size("router_logits", logits, 1, experts, "E")
     _check_bias("selection_bias", selection_bias, experts, x.device)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One checked call of the whole layer.
+
+    experts: the routed experts' call, but for its ids and weights, which the router is to find.
+    The rest are `moe_layer`'s arguments: router_weight or router_logits is given, and not both.
+    """
+
+    experts: ExpertsCall
+    routing: RoutingConfig
+    router_weight: Tensor | None
+    router_bias: Tensor | None
+    router_logits: Tensor | None
+    selection_bias: Tensor | None
+    shared: SharedExperts | None
+
+    @property
+    def router_experts(self) -> int:
+        """E of the router: the experts' own, or the length of their map."""
+        call = self.experts
+        return call.shape.experts if call.expert_map is None else call.expert_map.numel()
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The tensors that are read, by argument name."""
+        shared = self.shared
+        more = {
+            "router_weight": self.router_weight,
+            "router_bias": self.router_bias,
+            "router_logits": self.router_logits,
+            "selection_bias": self.selection_bias,
+            "shared.w13": None if shared is None else shared.w13,
+            "shared.w2": None if shared is None else shared.w2,
+            "shared.gate": None if shared is None else shared.gate,
+        }
+        found = {name: t for name, t in more.items() if t is not None}
+        return self.experts.inputs() | found
+
+    def route(self) -> tuple[Tensor, Tensor]:
+        """By torch's operators: (weights fp32 [T, k], ids int32 [T, k])."""
+        logits = self.router_logits
+        if self.router_weight is not None:
+            logits = router_logits(self.experts.x, self.router_weight, self.router_bias)
+        assert logits is not None
+        return route(logits, self.routing, self.selection_bias)
+
+    def routed(self, weights: Tensor, ids: Tensor) -> ExpertsCall:
+        """The experts' call with the router's result."""
+        return replace(self.experts, topk_weights=weights, topk_ids=ids.contiguous())
+
+
+def check_layer(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    *,
+    routing: RoutingConfig,
+    router_weight: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    router_logits: Tensor | None = None,
+    selection_bias: Tensor | None = None,
+    shared: SharedExperts | None = None,
+    **options: Any,
+) -> LayerCall:
+    """Checks all arguments of a layer; `options` are the other keywords of `check_experts`.
+
+    Raises TypeError or ValueError naming the argument.
+    """
+    x = check_tokens(x)
+    if not isinstance(routing, RoutingConfig):
+        raise TypeError(f"routing must be a RoutingConfig, got {type(routing).__name__}")
+    slots = (x.size(0), routing.top_k)
+    call = LayerCall(
+        check_experts(
+            x,
+            w13,
+            w2,
+            torch.empty(slots, dtype=torch.float32, device=x.device),
+            torch.empty(slots, dtype=torch.int32, device=x.device),
+            **options,
+        ),
+        routing,
+        router_weight,
+        router_bias,
+        router_logits,
+        selection_bias,
+        shared,
+    )
+    check_router(
+        x,
+        call.router_experts,
+        routing=routing,
+        router_weight=router_weight,
+        router_bias=router_bias,
+        router_logits=router_logits,
+        selection_bias=selection_bias,
+    )
+    if shared is not None:
+        check_shared(shared, x, call.experts.activation)
+    return call
 
 
 def _check_bias(name: str, bias: Tensor | None, experts: int, device: torch.device) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from weave_moe.routing import RoutingConfig
 from weave_moe.schedule import (
     POLICY_CODES,
     VICTIM_CODES,
@@ -63,6 +66,33 @@ class Probe:
         self.lib.probe_window_word.restype = ctypes.c_uint64
         self.lib.probe_k_range.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p]
         assert self.lib.probe_sizeof_group() == _GROUP.itemsize
+
+    def route(
+        self, logits: Tensor, config: RoutingConfig, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        tokens, experts = logits.shape
+        logits = logits.float().contiguous()
+        bias = None if bias is None else bias.float().contiguous()
+        weights = torch.full((tokens, config.top_k), float("nan"))
+        ids = torch.full((tokens, config.top_k), -7, dtype=torch.int32)
+        numbers = (ctypes.c_uint32 * 5)(
+            RoutingConfig.SCORINGS.index(config.scoring),
+            config.top_k,
+            int(config.renormalize),
+            config.num_groups,
+            config.topk_groups,
+        )
+        self.lib.probe_route(
+            ctypes.c_void_p(logits.data_ptr()),
+            ctypes.c_void_p(None if bias is None else bias.data_ptr()),
+            tokens,
+            experts,
+            numbers,
+            ctypes.c_float(config.scaling_factor),
+            ctypes.c_void_p(ids.data_ptr()),
+            ctypes.c_void_p(weights.data_ptr()),
+        )
+        return weights, ids
 
     def plan(
         self,

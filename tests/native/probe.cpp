@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "arithmetic.h"
+#include "route.h"
 #include "scheduler.h"
 #include "thread_team.h"
 
@@ -58,6 +59,19 @@ void probe_plan(const int* expert_of_slot, u32 slots, u32 experts, u32 width_cap
               asked);
   totals[0] = t.groups;
   totals[1] = t.rows;
+}
+
+// Tokens' experts and weights from logits [tokens, experts]; bias [experts] or null.
+void probe_route(const float* logits, const float* bias, u32 tokens, u32 experts, const u32* numbers, float scale, int* ids,
+                 float* weights) {
+  const Routing r{numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], scale};
+  std::vector<u32> words(choice_words(experts));
+  const Choice c = choice_at(words.data(), experts);
+  for (u32 t = 0; t < tokens; ++t) {
+    for (u32 e = 0; e < experts; ++e) c.score[e] = logits[t * experts + e];
+    choose_experts(Serial(), r, experts, c, bias != nullptr, [=](u32 e) { return bias[e]; });
+    for (u32 j = 0; j < r.top_k; ++j) ids[t * r.top_k + j] = (int)c.chosen[j], weights[t * r.top_k + j] = chosen_weight(r, c, j);
+  }
 }
 
 void probe_tiles(const Group* groups, u32 chunks, u32 parts, u32 tasks, Tile* out) {

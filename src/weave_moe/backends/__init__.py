@@ -10,9 +10,10 @@ from typing import Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..routing import LayerCall
 from ..shapes import ExpertsCall, check_choice
 
-__all__ = ["NAMES", "Backend", "choose", "why_not"]
+__all__ = ["NAMES", "Backend", "WholeLayer", "choose", "whole", "why_not"]
 
 NAMES: Final = ("auto", "cuda", "host", "reference")
 """What `backend` may be: "auto", or the name of one."""
@@ -38,6 +39,20 @@ class Backend(Protocol):
 
     def experts(self, call: ExpertsCall) -> Tensor:
         """Runs `call`, which has at least one token: [T, H] in x's dtype, `call.out` if given."""
+        ...
+
+
+@runtime_checkable
+class WholeLayer(Protocol):
+    """A backend that also runs router and shared experts itself."""
+
+    def layer_unavailable(self, call: LayerCall) -> str | None:
+        """Why it cannot, given that it can run the experts; None if it can."""
+        ...
+
+    def layer(self, call: LayerCall, return_routing: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(y [T, H], weights fp32 [T, k], ids int32 [T, k]); the last two are empty if not asked
+        for. At least one token."""
         ...
 
 
@@ -77,6 +92,19 @@ def why_not(name: str, call: ExpertsCall) -> str | None:
     check_choice("backend", name, NAMES[1:])
     found = _for_call(name, call)
     return found if isinstance(found, str) else None
+
+
+def whole(call: LayerCall, name: str = "auto") -> WholeLayer | None:
+    """The backend that runs all of the layer itself, None where it is put together from parts."""
+    device = call.experts.device.type
+    if name not in ("auto", "cuda") or device != "cuda":
+        return None
+    if torch.is_grad_enabled() and any(t.requires_grad for t in call.inputs().values()):
+        return None  # the parts say which
+    found = _for_call("cuda", call.experts)
+    if not isinstance(found, WholeLayer):
+        return None
+    return None if found.layer_unavailable(call) else found
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..runtime.buffers import BufferPool, Buffers, needs_of, plan_arrays
+from ..routing import LayerCall, RoutingConfig
+from ..runtime.buffers import ROUTER_STATE_BYTES, BufferPool, Buffers, needs_of, plan_arrays
 from ..runtime.driver import TENSOR_MAP_BYTES, capture_id, encode_tensor_map
 from ..runtime.kernel import (
     COMBINE_WARPS,
@@ -24,11 +25,20 @@ from ..runtime.kernel import (
     Launch,
     kernel_for,
     launch_maps,
+    route_bytes,
     sort_bytes,
 )
 from ..schedule import POLICY_CODES, VICTIM_CODES
-from ..schedule.granularity import KernelPlan, choose_kernel
-from ..shapes import Activation, ExpertsCall, LayerShape, check_count, check_flag, dtype_name
+from ..schedule.granularity import MAX_SLOTS, KernelPlan, choose_kernel
+from ..shapes import (
+    Activation,
+    ExpertsCall,
+    LayerShape,
+    SharedExperts,
+    check_count,
+    check_flag,
+    dtype_name,
+)
 
 __all__ = [
     "BACKEND",
@@ -97,11 +107,13 @@ def _pool(device: torch.device) -> BufferPool:
 _Dims = tuple[tuple[int, int, int], ...]
 
 
-def _map_of(weight: Tensor, dtype: str, columns: int, rows: _Dims, blocks: int) -> bytes:
-    """A map of a weight: size, stride and box of each dimension of rows, the first of 8 rows. With
-    whole blocks of 64 columns a box holds `blocks` of them, after its 8 rows; else one."""
+def _map_of(
+    weight: Tensor, dtype: str, columns: int, rows: _Dims, blocks: int, packed: bool
+) -> bytes:
+    """A map of a weight: size, stride and box of each dimension of rows, the first of 8 rows. A box
+    holds 64 columns or, packed, `blocks` such blocks after its 8 rows."""
     (first, *rest) = rows
-    if columns % 64 == 0:
+    if packed:
         dims = [(64, 0, 64), first, (columns // 64, 64, blocks), *rest]
     else:
         dims = [(columns, 0, 64), first, *rest]
@@ -112,19 +124,28 @@ def _map_of(weight: Tensor, dtype: str, columns: int, rows: _Dims, blocks: int) 
 _weight_maps: dict[tuple[Any, ...], tuple[bytes, bytes]] = {}
 
 
-def _maps_of_weights(call: ExpertsCall, plan: KernelPlan) -> tuple[bytes, bytes]:
+def _maps_of_weights(
+    w13: Tensor,
+    w2: Tensor,
+    s: LayerShape,
+    plan: KernelPlan,
+    *,
+    interleaved: bool,
+    packed_down: bool,
+) -> tuple[bytes, bytes]:
     """Maps of w13 and w2, made again when a weight lies elsewhere."""
-    s = call.shape
+    index = w13.device.index
     key = (
-        call.w13.data_ptr(),
-        call.w2.data_ptr(),
-        call.device.index,
+        w13.data_ptr(),
+        w2.data_ptr(),
+        index,
         s.hidden,
         s.intermediate,
         s.experts,
         s.dtype,
         s.gated,
-        call.interleaved,
+        interleaved,
+        packed_down,
         plan.tile_m,
         plan.tile_k,
     )
@@ -137,7 +158,7 @@ def _maps_of_weights(call: ExpertsCall, plan: KernelPlan) -> tuple[bytes, bytes]
     # The last expert's last tile may reach past the tensor; there the map reads zeros.
     if not s.gated:
         rows: _Dims = ((8, hidden, 8), (experts * inter // 8, 8 * hidden, plan.tile_m // 8))
-    elif call.interleaved:
+    elif interleaved:
         rows = (
             (8, 2 * hidden, 8),
             (2, hidden, 2),
@@ -149,35 +170,49 @@ def _maps_of_weights(call: ExpertsCall, plan: KernelPlan) -> tuple[bytes, bytes]
             (2, inter * hidden, 2),
             (experts * inter // 4 - inter // 8, 8 * hidden, plan.tile_m // 16),
         )
-    w13 = _map_of(call.w13, dtype, hidden, rows, blocks)
+    map13 = _map_of(w13, dtype, hidden, rows, blocks, hidden % 64 == 0)
     rows = ((8, inter, 8), (experts * hidden // 8, 8 * inter, plan.tile_m // 8))
-    w2 = _map_of(call.w2, dtype, inter, rows, blocks)
+    map2 = _map_of(w2, dtype, inter, rows, blocks, packed_down)
     if len(_weight_maps) > 4096:  # a server's layers fit; moving weights must not grow it for ever
         _weight_maps.clear()
-    _weight_maps[key] = (w13, w2)
-    return w13, w2
+    _weight_maps[key] = (map13, map2)
+    return map13, map2
 
 
-def slab_tokens(shape: LayerShape) -> int:
-    """Most tokens of one launch."""
+def slab_tokens(shape: LayerShape, shared: int = 0) -> int:
+    """Most tokens of one launch; with `shared` slices of shared experts."""
     row_size = 2 if shape.dtype == "bfloat16" else 4
-    token = shape.top_k * (shape.hidden * (row_size + 2) + shape.intermediate * 2)
+    slots = shape.top_k + shared
+    token = slots * (shape.hidden * (row_size + 2) + shape.intermediate * 2)
     return min(SLAB_TOKENS, max(256, SLAB_BYTES // token))
 
 
-def plan_for(shape: LayerShape, tokens: int, device: int = 0) -> KernelPlan:
-    """The kernel that a call of `tokens` tokens would get on a GPU; `print` shows the reasons."""
+def plan_for(
+    shape: LayerShape, tokens: int, device: int = 0, *, router: bool = False, shared: int = 0
+) -> KernelPlan:
+    """The kernel that a call of `tokens` tokens would get on a GPU; `print` shows the reasons.
+
+    router: the kernel routes them itself.  shared: slices of shared experts, each as wide as the
+    routed experts.
+    """
     return choose_kernel(
-        tokens=min(tokens, slab_tokens(shape)),
+        tokens=min(tokens, slab_tokens(shape, shared)),
         top_k=shape.top_k,
         experts=shape.experts,
         hidden=shape.hidden,
         shared_bytes=_device(device).shared_bytes,
+        router=router,
+        shared=shared,
     )
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def shared_slices(shape: LayerShape, shared_intermediate: int) -> int:
+    """Experts as wide as the routed ones that the shared experts are cut into."""
+    return -(-shared_intermediate // shape.intermediate)
 
 
 def _other_device(index: int) -> str | None:
@@ -207,6 +242,126 @@ def _other_shape(s: LayerShape) -> str | None:
     return None
 
 
+_SCORINGS: Final = {name: i for i, name in enumerate(RoutingConfig.SCORINGS)}
+_KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def _other_router(call: LayerCall) -> str | None:
+    """Why the kernel does not route as the call says, None if it does."""
+    if call.routing.num_groups > 32:
+        return f"{call.routing.num_groups} groups of experts; at most 32"
+    if call.router_experts > 1024:
+        return f"the router has {call.router_experts} experts; at most 1,024"
+    weight, gate = call.router_weight, call.shared.gate if call.shared is not None else None
+    for name, tensor in (("router_weight", weight), ("shared.gate", gate)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in (call.experts.x.dtype, torch.float32):
+            return f"{name} is {dtype_name(tensor.dtype)}; it must be x's type or float32"
+        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            return f"{name} must be contiguous and start at a multiple of 16 bytes"
+    if weight is not None and gate is not None and weight.dtype != gate.dtype:
+        return "router_weight and shared.gate differ in type"
+    for tensor in (call.router_logits, call.router_bias, call.selection_bias):
+        if tensor is not None and not tensor.is_contiguous():
+            return "the router's logits and biases must be contiguous"
+    return None
+
+
+def _other_shared(call: LayerCall) -> str | None:
+    """Why the kernel does not take the call's shared experts, None if it does."""
+    if call.shared is None:
+        return None
+    s = call.experts.shape
+    inter = call.shared.w2.size(1)
+    slices = shared_slices(s, inter)
+    if inter % 8:
+        return f"the shared experts' intermediate size is {inter}; it must be a multiple of 8"
+    if s.top_k + slices > MAX_SLOTS:
+        return f"{s.top_k} experts and {slices} slices of shared ones a token; at most {MAX_SLOTS}"
+    if s.experts + slices > 1024:
+        return f"{s.experts} experts and {slices} slices of shared ones; at most 1,024"
+    if call.experts.weight_on_input and call.shared.gate is not None:
+        return "the weight is on the input, and the shared experts' gate on the output"
+    for weight in (call.shared.w13, call.shared.w2):
+        if not weight.is_contiguous() or weight.data_ptr() % 16:
+            return "shared weights must be contiguous and start at a multiple of 16 bytes"
+    return None
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a launch does besides the routed experts.
+
+    router: of `ROUTERS`.  rows: of the router's weight, and the shared experts' gate.
+    slices: of the shared experts.  weights, ids: where the router's result goes; empty for nowhere.
+    """
+
+    call: LayerCall
+    router: str
+    rows: int
+    slices: int
+    shared_intermediate: int
+    weights: Tensor
+    ids: Tensor
+
+    @classmethod
+    def of(cls, call: LayerCall, weights: Tensor, ids: Tensor) -> _Layer:
+        shared = call.shared
+        gate = None if shared is None else shared.gate
+        factor = call.router_weight if call.router_weight is not None else gate
+        router = "logits"
+        if factor is not None:
+            router = "same" if factor.dtype == call.experts.x.dtype else "fp32"
+        inter = 0 if shared is None else shared.w2.size(1)
+        return cls(
+            call,
+            router,
+            (0 if call.router_weight is None else call.router_experts) + int(gate is not None),
+            shared_slices(call.experts.shape, inter),
+            inter,
+            weights,
+            ids,
+        )
+
+    @property
+    def shared(self) -> SharedExperts | None:
+        return self.call.shared
+
+    def fill(self, p: Launch, plan: KernelPlan, tokens: int, first: int, buffers: Buffers) -> None:
+        """The router's part of a launch's parameters, for `tokens` tokens from `first` on."""
+        call, r = self.call, p.router
+        routing, experts = call.routing, call.router_experts
+        r.weight = _pointer(call.router_weight)
+        r.gate = None if self.shared is None else _pointer(self.shared.gate)
+        if call.router_logits is not None:
+            size = call.router_logits.element_size()
+            r.logits = call.router_logits.data_ptr() + first * experts * size
+            r.logits_kind = _KINDS[call.router_logits.dtype]
+        if call.router_bias is not None:
+            r.bias, r.bias_kind = call.router_bias.data_ptr(), _KINDS[call.router_bias.dtype]
+        if call.selection_bias is not None:
+            r.selection_bias = call.selection_bias.data_ptr()
+            r.selection_kind = _KINDS[call.selection_bias.dtype]
+        r.expert_map = _pointer(call.experts.expert_map)
+        words = tokens * p.top_k
+        r.ids = buffers.router.data_ptr()
+        r.weights = r.ids + 4 * words
+        if not plan.many:
+            r.partial = r.ids + 4 * (-(-2 * words // 4) * 4)
+        if self.ids.numel():
+            r.chosen = self.ids.data_ptr() + 4 * first * routing.top_k
+            r.chosen_weights = self.weights.data_ptr() + 4 * first * routing.top_k
+        r.scoring, r.top_k = _SCORINGS[routing.scoring], routing.top_k
+        r.renormalize, r.scale = int(routing.renormalize), routing.scaling_factor
+        r.groups, r.kept_groups = routing.num_groups, routing.topk_groups
+        r.experts, r.rows = experts, self.rows
+        r.block_tokens = 16 if tokens <= 2048 else 32
+        # What the launches after the router take the slots from.
+        p.ids, p.weights, p.ids_wide, p.weights_kind = r.ids, r.weights, 0, 0
+        p.expert_map, p.experts_global = None, 0
+
+
 class _Cuda:
     name = "cuda"
 
@@ -230,6 +385,20 @@ class _Cuda:
         with torch.cuda.device(call.device):
             check(call.device)
             return _run(call)
+
+    def layer_unavailable(self, call: LayerCall) -> str | None:
+        return _other_router(call) or _other_shared(call)
+
+    def layer(self, call: LayerCall, return_routing: bool) -> tuple[Tensor, Tensor, Tensor]:
+        experts = call.experts
+        with torch.cuda.device(experts.device):
+            check(experts.device)
+            # Zeros, because the rows past the valid ones are not routed.
+            shape = (experts.num_tokens if return_routing else 0, call.routing.top_k)
+            make = torch.empty if experts.num_valid_tokens is None else torch.zeros
+            weights = make(shape, dtype=torch.float32, device=experts.device)
+            ids = make(shape, dtype=torch.int32, device=experts.device)
+            return _run(experts, _Layer.of(call, weights, ids)), weights, ids
 
 
 def unsupported(call: ExpertsCall) -> str | None:
@@ -277,6 +446,8 @@ def _prepared_kernel(
     bias: bool,
     scale_x: bool,
     trace: bool = False,
+    router: str = "none",
+    shared_intermediate: int = 0,
     only_ready: bool,
 ) -> Kernels | None:
     """The kernels of a plan, loaded on a device; None if it is not and `only_ready`."""
@@ -288,8 +459,10 @@ def _prepared_kernel(
         bias=bias,
         scale_x=scale_x,
         trace=trace,
+        router=router,
         hidden=s.hidden,
         intermediate=s.intermediate,
+        shared_intermediate=shared_intermediate,
     )
     shared = _device(index).shared_bytes
     key = (config, shared, index)
@@ -318,7 +491,7 @@ def _buffers_for(call: ExpertsCall, pool: BufferPool, stream: int, *, capturing:
     return buffers
 
 
-def _run(call: ExpertsCall) -> Tensor:
+def _run(call: ExpertsCall, layer: _Layer | None = None) -> Tensor:
     out = call.output()
     residual = call.residual
     touched = [t for t in (call.x, residual, out) if t is not None]
@@ -329,21 +502,24 @@ def _run(call: ExpertsCall) -> Tensor:
             residual=None if residual is None else residual.clone(),
             out=torch.empty_like(out),
         )
-        return out.copy_(_run(aligned))
+        if layer is not None:
+            layer = replace(layer, call=replace(layer.call, experts=aligned))
+        return out.copy_(_run(aligned, layer))
     pool = _pool(call.device)
     stream = torch.cuda.current_stream().cuda_stream
     capturing = capture_id(stream) is not None
     buffers = _buffers_for(call, pool, stream, capturing=capturing)
-    slab = slab_tokens(call.shape)
+    slab = slab_tokens(call.shape, 0 if layer is None else layer.slices)
     for first in range(0, call.num_tokens, slab):
         tokens = min(slab, call.num_tokens - first)
         with buffers.lock:
-            _launch(call, out, first, tokens, pool, buffers, capturing)
+            _launch(call, layer, out, first, tokens, pool, buffers, capturing)
     return out
 
 
 def _launch(
     call: ExpertsCall,
+    layer: _Layer | None,
     out: Tensor,
     first: int,
     tokens: int,
@@ -353,7 +529,9 @@ def _launch(
 ) -> None:
     s = call.shape
     index = call.device.index or 0
-    plan = plan_for(s, tokens, index)
+    slices = 0 if layer is None else layer.slices
+    slots, experts = s.top_k + slices, s.experts + slices
+    plan = plan_for(s, tokens, index, router=layer is not None, shared=slices)
     kernels = _prepared_kernel(
         s,
         call.activation,
@@ -362,6 +540,8 @@ def _launch(
         bias=call.b13 is not None or call.b2 is not None,
         scale_x=call.weight_on_input,
         trace=_traced(call),
+        router="none" if layer is None else layer.router,
+        shared_intermediate=0 if layer is None else layer.shared_intermediate,
         only_ready=capturing,
     )
     if kernels is None:
@@ -373,14 +553,15 @@ def _launch(
     needs = needs_of(
         plan,
         tokens=tokens,
-        top_k=s.top_k,
-        experts=s.experts,
+        top_k=slots,
+        experts=experts,
         hidden=s.hidden,
         intermediate=s.intermediate,
         dtype=s.dtype,
         workers=workers,
         gated=s.gated,
         scale_x=call.weight_on_input,
+        router_rows=None if layer is None else layer.rows,
     )
     buffers.fit(needs)
 
@@ -401,10 +582,10 @@ def _launch(
     p.out = out.data_ptr() + first * s.hidden * 2
     p.h, p.rows = buffers.h.data_ptr(), buffers.rows.data_ptr()
     if plan.many:
-        p.chunk_slots = needs.chunk_tokens * s.top_k
+        p.chunk_slots = needs.chunk_tokens * slots
         p.sort_chunks = -(-tokens // needs.chunk_tokens)
         at = buffers.plan.data_ptr()
-        for name, words in plan_arrays(needs.groups, s.experts, tokens * s.top_k, p.sort_chunks):
+        for name, words in plan_arrays(needs.groups, experts, tokens * slots, p.sort_chunks):
             setattr(p if name == "chunk_tokens" else p.plan, name, at)
             at += 4 * words
     p.max_rows = needs.h_rows - plan.width_cap
@@ -415,12 +596,12 @@ def _launch(
     shared.queue = base + 64
     shared.up_done = base + 64 + 24 * workers
     shared.down_done = shared.up_done + 4 * needs.groups
-    shared.up_parts = shared.down_done + 4 * s.experts
+    shared.up_parts = shared.down_done + 4 * experts
     shared.down_parts = shared.up_parts + 4 * needs.groups * -(
         -s.intermediate // plan.chunk_up(gated=s.gated)
     )
     p.sums = _pointer(buffers.sums) if needs.sums else None
-    shared.workers, shared.max_groups, shared.experts = workers, needs.groups, s.experts
+    shared.workers, shared.max_groups, shared.experts = workers, needs.groups, experts
     shared.spin_limit = getattr(call.workspace, "_spin_limit", _SPIN_LIMIT)
     knobs = p.knobs
     policy = plan.policy if call.policy == "auto" else call.policy
@@ -437,7 +618,7 @@ def _launch(
     p.ring_limit_ns = _RING_LIMIT_NS
     p.ring_bytes = plan.ring_bytes
     p.x_pitch = s.hidden
-    p.tokens, p.top_k, p.experts = tokens, s.top_k, s.experts
+    p.tokens, p.top_k, p.experts, p.routed = tokens, slots, experts, s.experts
     p.hidden, p.intermediate = s.hidden, s.intermediate
     p.chunks_up = -(-s.intermediate // plan.chunk_up(gated=s.gated))
     p.chunks_down = -(-s.hidden // plan.chunk_down)
@@ -456,6 +637,9 @@ def _launch(
     act = call.activation
     p.alpha, p.up_offset = act.alpha, act.up_offset
     p.limit = act.limit if act.limit is not None else 0.0
+    if layer is not None:
+        p.router.state = base + needs.counters - ROUTER_STATE_BYTES
+        layer.fill(p, plan, tokens, first, buffers)
     stats = getattr(call.workspace, "_cuda_stats", None)
     p.stats = _pointer(stats)
     if _traced(call):
@@ -469,10 +653,24 @@ def _launch(
         call.workspace._cuda_trace = trace
 
     unused = [bytes(TENSOR_MAP_BYTES)]
+    packed_down = s.intermediate % 64 == 0
+    shared_maps = (*unused, *unused)
+    if layer is not None and layer.shared is not None:
+        packed_down &= layer.shared_intermediate % 64 == 0
+        shared_maps = _maps_of_weights(
+            layer.shared.w13,
+            layer.shared.w2,
+            replace(s, experts=1, top_k=1, intermediate=layer.shared_intermediate),
+            plan,
+            interleaved=False,
+            packed_down=packed_down,
+        )
     gathered, store_h, store_rows = unused, unused, unused
     if plan.gathers or call.weight_on_input:
         p.gathered = buffers.gathered.data_ptr()
-        gathered = buffers.row_maps(buffers.gathered, s.hidden, plan, s.dtype)
+        gathered = buffers.row_maps(
+            buffers.gathered, s.hidden, plan, s.dtype, packed=s.hidden % 64 == 0
+        )
     if plan.many:
         store_h = buffers.store_maps(
             buffers.h, s.intermediate, plan.chunk_up(gated=s.gated) // 2, s.dtype
@@ -482,16 +680,28 @@ def _launch(
             store_rows = buffers.store_maps(buffers.rows, s.hidden, plan.tile_m // 2, s.dtype)
     maps = launch_maps(
         [
-            *_maps_of_weights(call, plan),
-            *buffers.row_maps(buffers.h, s.intermediate, plan, s.dtype),
+            *_maps_of_weights(
+                call.w13,
+                call.w2,
+                s,
+                plan,
+                interleaved=call.interleaved,
+                packed_down=packed_down,
+            ),
+            *shared_maps,
+            *buffers.row_maps(buffers.h, s.intermediate, plan, s.dtype, packed=packed_down),
             *gathered,
             *store_h,
             *store_rows,
         ]
     )
     stream = torch.cuda.current_stream().cuda_stream
+    if kernels.route is not None:
+        block = p.router.block_tokens
+        memory = route_bytes(p.router.experts, p.router.rows, block)
+        kernels.route.launch(-(-tokens // block), stream, p, shared=memory)
     if kernels.sort is not None:
-        kernels.sort.launch(workers, stream, p, shared=sort_bytes(s.experts, p.chunk_slots))
+        kernels.sort.launch(workers, stream, p, shared=sort_bytes(experts, p.chunk_slots))
     kernels.experts.launch(workers, stream, maps, p)
     if kernels.combine is not None:
         warps = tokens * -(-s.hidden // PIECE)

@@ -4,15 +4,6 @@
 
 namespace weave {
 
-WEAVE_FN float weight_of(const Launch& p, u32 slot) {
-  if (p.weights_kind == 0) return __ldg((const float*)p.weights + slot);
-  const u16 w = __ldg((const u16*)p.weights + slot);
-  return p.weights_kind == 1 ? unpack<true>(w) : unpack<false>(w);
-}
-
-// With the weight on x, rows are added as they are.
-WEAVE_FN float combine_weight(const Launch& p, u32 slot) { return SCALE_X ? 1.f : weight_of(p, slot); }
-
 // Eight elements times a weight, each rounded.
 WEAVE_FN uint4 scaled(uint4 v, float weight) {
   u32 words[4] = {v.x, v.y, v.z, v.w};

@@ -2,6 +2,7 @@
 // Passed by runtime/kernel.py as -D options; schedule/granularity.py chooses them and gives the reasons.
 #pragma once
 #include "ptx.h"
+#include "route.h"
 #include "scheduler.h"
 
 namespace weave {
@@ -24,6 +25,10 @@ constexpr bool PACKED_UP = WEAVE_PACKED_UP;     // hidden % 64 == 0: a stage of 
 constexpr bool PACKED_DOWN = WEAVE_PACKED_DOWN; // intermediate % 64 == 0: the same for w2 and the activations
 constexpr bool BIAS = WEAVE_BIAS;
 constexpr bool TRACE = WEAVE_TRACE;             // tasks leave records (trace.h)
+// Whether the launch routes its tokens itself (router.h), and what it makes the logits from.
+enum RouterKind { NO_ROUTER = 0, ROUTER_LOGITS = 1, ROUTER_SAME = 2, ROUTER_FP32 = 3 };  // SAME: weights in x's dtype
+constexpr int ROUTER = WEAVE_ROUTER;
+constexpr bool SHARED = WEAVE_SHARED;           // experts from p.routed on are slices of the shared experts
 constexpr bool SPLIT_K = WEAVE_SPLIT_K;         // a stage may have several K ranges a tile
 static_assert(!(MANY && SPLIT_K), "a part that does not finish its tile stages nothing");
 
@@ -63,6 +68,10 @@ struct TaskSlot {
 
 using PlanIndex = u16;  // of a local plan
 
+// Few tokens: so many every block routes for itself, a warp each, and keeps what it finds behind Smem.
+constexpr u32 OWN_TOKENS = WARPS, MAX_SLOTS = 32;  // slots of a token
+constexpr u32 OWN_BYTES = ROUTER && !MANY ? OWN_TOKENS * MAX_SLOTS * 8 : 0;
+
 // Shared memory: the ring (p.ring_bytes), staging, then this, then a local plan. The ring's weights come first, then its
 // activations, whose stages are as wide as the widest group of the launch: narrower groups make a deeper ring.
 struct alignas(16) Smem {
@@ -74,8 +83,9 @@ struct alignas(16) Smem {
   PlanTotals totals;
   u32 aborted;  // a role of this block has given up
   u32 refused;  // this block must not take part: an earlier error, or another launch's workspace
-  u32 gather;   // ticket of the rows to gather
+  u32 ticket;   // for all of the block
 };
+static_assert(OWN_BYTES == WEAVE_OWN_BYTES, "schedule/granularity.py: own_bytes");
 static_assert(sizeof(Smem) == WEAVE_SMEM_BYTES, "schedule/granularity.py: CONTROL_BYTES");
 
 // A position in a ring and its phase. Waiting for "empty" starts in phase 1: the first round needs no wait.
@@ -88,9 +98,35 @@ struct Cursor {
 
 struct Maps {
   TensorMap w13, w2;
+  TensorMap shared_w13, shared_w2;  // of the shared experts; else unused
   TensorMap h[WIDTH_CAP / 8];  // [width / 8 - 1]
   TensorMap x[WIDE ? WIDTH_CAP / 8 : 1];  // of the gathered rows; else unused
   TensorMap store_h[MANY ? STORE_MAPS : 1], store_rows[MANY ? STORE_MAPS : 1];  // else unused
+};
+
+// What router.h needs to turn hidden states, or logits, into ids and weights.
+struct RouterState {
+  u32 units, tokens;    // claimed
+  u32 routed, pad;      // tokens that are done
+  u32 finished[32];     // units of a block of tokens
+};
+struct Router {
+  const void* weight;          // [experts, hidden] or null
+  const void* gate;            // [hidden], of the shared experts, in weight's dtype, or null
+  const void* logits;          // [tokens, experts] or null
+  const void* bias;            // [experts] or null: of the logits
+  const void* selection_bias;  // [experts] or null
+  const int* expert_map;       // [experts] or null
+  u32* ids;                    // [tokens, p.top_k]: local experts, then the shared ones; what p.ids is with many tokens
+  float* weights;              // [tokens, p.top_k]
+  int* chosen;                 // [tokens, top_k] or null: the router's result
+  float* chosen_weights;       // [tokens, top_k] or null
+  float* partial;              // few tokens: [tokens][segments][rows rounded up to 4]
+  RouterState* state;
+  Routing routing;
+  u32 experts, rows;           // rows: of weight, and gate's
+  u32 logits_kind, bias_kind, selection_kind;  // 0 fp32, 1 bf16, 2 fp16
+  u32 block_tokens;            // many tokens: of a block, 16 or 32
 };
 
 struct Launch {
@@ -109,6 +145,7 @@ struct Launch {
   Plan<u32> plan;            // many tokens: in global memory; of it groups, expert_group, slot_row and totals
   u16* chunk_tokens;         // many tokens: [sort_chunks][experts rounded up to 8]
   Shared shared;
+  Router router;
   Knobs knobs;
   u64* stats;                // [workers][8] or null
   void* trace;               // [workers][trace_tasks] TaskRecord, or null
@@ -120,6 +157,7 @@ struct Launch {
   i64 valid_offset;          // of this launch's first token, within the tokens that `valid` counts
   u32 ring_bytes;  // a multiple of 1,024
   u32 tokens, top_k, experts, experts_global, hidden, intermediate;
+  u32 routed;  // experts before the shared ones
   u32 chunks_up, chunks_down, parts_up, parts_down;
   u32 up_blocks;            // of 8 elements an expert in the map of w13
   u32 bias_step, bias_up;   // gated b13: from one element to the next, and from its gate to its up
@@ -135,28 +173,44 @@ struct Launch {
 
 static_assert(sizeof(Launch) == WEAVE_LAUNCH_BYTES, "runtime/kernel.py: Launch");
 
-// The local expert of a slot, or NONE: outside [0, experts), foreign by the map, or of a row past the valid ones.
-struct ExpertOf {
+WEAVE_FN float read_float(const void* at, u32 kind, u64 i) {
+  if (kind == 0) return __ldg((const float*)at + i);
+  const u16 v = __ldg((const u16*)at + i);
+  return kind == 1 ? unpack<true>(v) : unpack<false>(v);
+}
+
+// A slot's local expert, or NONE: outside [0, experts), foreign by the map, or of a row past the valid ones; and its weight.
+struct SlotTable {
   const Launch& p;
-  u32 valid_slots;
-  WEAVE_FN ExpertOf(const Launch& p) : p(p) {
-    u64 tokens = p.tokens;
+  u32 tokens;         // valid ones
+  u32 valid;          // their slots
+  const u32* ids = nullptr;         // written by this launch's router; else those of the launch
+  const float* weights = nullptr;
+  WEAVE_FN SlotTable(const Launch& p) : p(p), tokens(p.tokens) {
     if (p.valid) {
       const i64 v = p.valid_wide ? *(const i64*)p.valid : (i64)*(const int*)p.valid;
       // Unsigned throughout: from signed values NVRTC 13 makes max(v - offset, 0), which overflows for the least of them.
       const u64 count = v < 0 ? 0 : (u64)v, before = (u64)p.valid_offset;
       const u64 here = count > before ? count - before : 0;
-      tokens = here < tokens ? here : tokens;
+      tokens = here < tokens ? (u32)here : tokens;
     }
-    valid_slots = (u32)tokens * p.top_k;
+    valid = tokens * p.top_k;
   }
   WEAVE_FN u32 operator()(u32 slot) const {
+    if (ROUTER && !MANY) {
+      const u32 e = slot < valid ? ids[slot] : NONE;
+      return e < p.experts ? e : NONE;
+    }
     const u32* id = (const u32*)p.ids + ((u64)slot << p.ids_wide);
-    const bool in = slot < valid_slots;
+    const bool in = slot < valid;
     const u32 low = load_if(in, id, NONE), high = load_if(in && p.ids_wide, id + 1, 0);
     const bool known = in && high == 0 && low < (p.expert_map ? p.experts_global : p.experts);
     const u32 e = load_if(known && p.expert_map, (const u32*)p.expert_map + low, low);
     return known && e < p.experts ? e : NONE;
+  }
+  static WEAVE_FN float given_weight(const Launch& p, u32 slot) { return read_float(p.weights, p.weights_kind, slot); }
+  WEAVE_FN float weight(u32 slot) const {
+    return ROUTER && !MANY ? weights[slot] : given_weight(p, slot);
   }
 };
 
@@ -166,6 +220,9 @@ WEAVE_FN bool gathered_first(u32 tokens) { return WIDE && tokens > GATHER_WIDTH;
 WEAVE_FN u32 up_target(u32 tokens, u32 tiles) {
   return (!MANY && gathered_first(tokens) ? tokens * ROW_GATHERED : 0) + tiles * PUBLISHERS;
 }
+
+// Slices of the shared experts are experts without biases; what a last, short slice lacks is zeros to its tensor maps.
+WEAVE_FN bool is_shared(const Launch& p, u32 expert) { return SHARED && expert >= p.routed; }
 
 // What every role holds: parameters, shared memory, and the way to give up. A role that fails says so to the launch and
 // to its block, and every wait of the block then returns false.

@@ -68,12 +68,12 @@ struct Biases {
   float first, second;
 };
 WEAVE_FN Biases gated_bias(const Launch& p, const TaskSlot& t, u32 element) {
-  if (!BIAS || !p.b13 || element >= p.intermediate) return {0, 0};
+  if (!BIAS || !p.b13 || element >= p.intermediate || is_shared(p, t.expert)) return {0, 0};
   const u16* bias = (const u16*)p.b13 + (u64)t.expert * 2 * p.intermediate + element * p.bias_step;
   return {unpack<BF16>(bias[0]), unpack<BF16>(bias[p.bias_up])};
 }
-WEAVE_FN Biases row_bias(const void* biases, const TaskSlot& t, u32 row, u32 rows) {
-  if (!BIAS || !biases || row >= rows) return {0, 0};
+WEAVE_FN Biases row_bias(const Launch& p, const void* biases, const TaskSlot& t, u32 row, u32 rows) {
+  if (!BIAS || !biases || row >= rows || is_shared(p, t.expert)) return {0, 0};
   const u16* bias = (const u16*)biases + (u64)t.expert * rows + row;
   return {unpack<BF16>(bias[0]), row + 8 < rows ? unpack<BF16>(bias[8]) : 0.f};
 }
@@ -161,7 +161,7 @@ WEAVE_FN bool store_tile(const Block& b, Cursor& slots, const TaskSlot& t, const
     return stage_tile<N, true>(b, slots, warpgroup, warp, lane, [&](int j) { return activation_pair(p, d + 4 * j, bias); });
   }
   const u32 first = plain_element(t, warpgroup, warp);
-  const Biases bias = row_bias(up ? p.b13 : p.b2, t, first + lane / 4, up ? p.intermediate : p.hidden);
+  const Biases bias = row_bias(p, up ? p.b13 : p.b2, t, first + lane / 4, up ? p.intermediate : p.hidden);
   if (!up && ROWS_FP32) {
     store_fp32<N>(b, t, d, bias, first, lane);
     return true;
@@ -255,7 +255,7 @@ WEAVE_FN bool run_width(const Block& b, ConsumerState& state, const TaskSlot& t,
 }
 
 template <class Index>
-WEAVE_FN bool combine(const Block& b, const Plan<Index>& plan, const ExpertOf& expert_of, const TaskSlot& t, u32 lane) {
+WEAVE_FN bool combine(const Block& b, const Plan<Index>& plan, const SlotTable& table, const TaskSlot& t, u32 lane) {
   const Launch& p = b.p;
   const u32 begin = t.chunk * p.slice;
   const u32 end = begin + p.slice < p.hidden ? begin + p.slice : p.hidden;
@@ -263,10 +263,10 @@ WEAVE_FN bool combine(const Block& b, const Plan<Index>& plan, const ExpertOf& e
     const u32 token = t.row + i, slot = token * p.top_k + lane;
     u32 row = NONE, tiles = 0;
     float weight = 0;
-    const u32 e = lane < p.top_k ? expert_of(slot) : NONE;
+    const u32 e = lane < p.top_k ? table(slot) : NONE;
     if (e != NONE) {
       row = plan.slot_row[slot];
-      weight = combine_weight(p, slot);
+      weight = SCALE_X ? 1.f : table.weight(slot);  // with the weight on x, rows are added as they are
       tiles = (plan.expert_group[e + 1] - plan.expert_group[e]) * p.chunks_down;
     }
     const bool ok = e == NONE || wait_for_expert(p.shared, e, tiles);
@@ -282,12 +282,12 @@ WEAVE_FN bool combine(const Block& b, const Plan<Index>& plan, const ExpertOf& e
 }
 
 template <class Index>
-WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& expert_of) {
+WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const SlotTable& table) {
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int warpgroup = __shfl_sync(~0u, (int)(warp >> 2), 0);
   Smem& s = b.s;
   ConsumerState state;
-  if (!MANY && gathered_first(plan.totals->width)) gather_rows(b, plan);
+  if (!MANY && gathered_first(plan.totals->width)) gather_rows(b, plan, table);
   for (;;) {
     const u32 slot = state.task.slot;
     if (!b.wait(&s.task_full[slot], state.task.phase)) return;
@@ -296,7 +296,7 @@ WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& e
     if (lane == 0) barrier_arrive(&s.task_empty[slot]);
     if (t.kind == END) return;
     if (TRACE && threadIdx.x == 0) mark(b, t.record, WAIT);
-    const bool ok = !MANY && t.kind == COMBINE ? combine(b, plan, expert_of, t, lane)
+    const bool ok = !MANY && t.kind == COMBINE ? combine(b, plan, table, t, lane)
                                                : run_width<WIDTH_CAP>(b, state, t, warpgroup, warp & 3, lane);
     if (!ok) {
       if (lane == 0) b.abort(RING_TIMEOUT);
@@ -311,7 +311,7 @@ WEAVE_FN void consume(const Block& b, const Plan<Index>& plan, const ExpertOf& e
 // Before anything else, where a group is wide: its rows of x are copied into row order, a few by ticket, a warp or two a row.
 // Rows are counted in the high half of their group's counter, finished tiles in the low one (up_target in config.h).
 template <class Index>
-WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan) {
+WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan, const SlotTable& table) {
   const Launch& p = b.p;
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   constexpr u32 ROWS = 4;  // of a ticket
@@ -319,9 +319,9 @@ WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan) {
   const u32 tickets = plan.totals->rows / ROWS;
   u32 next = threadIdx.x == 0 ? add_relaxed(&p.shared.control->gather, 1u) : 0;
   for (;;) {
-    if (threadIdx.x == 0) b.s.gather = next;
+    if (threadIdx.x == 0) b.s.ticket = next;
     asm volatile("bar.sync 3, %0;" ::"n"(CONSUMER_WARPS * 32) : "memory");
-    const u32 ticket = b.s.gather;
+    const u32 ticket = b.s.ticket;
     asm volatile("bar.sync 3, %0;" ::"n"(CONSUMER_WARPS * 32) : "memory");
     if (ticket >= tickets) return;
     if (threadIdx.x == 0) next = add_relaxed(&p.shared.control->gather, 1u);  // on its way during the copy
@@ -337,7 +337,7 @@ WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan) {
     if (!gathered_first(plan.groups[lo].tokens)) continue;
     const u32 slot = plan.row_slot[row];
     if (slot == (u32)(Index)NONE) continue;  // padding
-    const float weight = SCALE_X ? weight_of(p, slot) : 0.f;
+    const float weight = SCALE_X ? table.weight(slot) : 0.f;
     const uint4* from = (const uint4*)((const u16*)p.x + (i64)(slot / p.top_k) * p.x_pitch);
     uint4* to = (uint4*)(p.gathered + (u64)row * p.hidden);
     const u32 pieces = p.hidden / 8;

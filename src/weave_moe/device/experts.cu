@@ -5,12 +5,15 @@
 #include "many.h"
 #endif
 #include "producer.h"
+#if WEAVE_ROUTER
+#include "router.h"
+#endif
 
 using namespace weave;
 
 // place(): the part of planning that only activations and combine need; it runs while the first weights are on their way.
 template <class Index, class Place>
-WEAVE_FN void run_block(const Block& b, const Plan<Index>& plan, const ExpertOf& expert_of, u64 ticket, const Place& place) {
+WEAVE_FN void run_block(const Block& b, const Plan<Index>& plan, const SlotTable& table, u64 ticket, const Place& place) {
   const u32 warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   if (warp == WEIGHT_WARP) {
     produce_weights(b, plan, ticket);
@@ -18,7 +21,7 @@ WEAVE_FN void run_block(const Block& b, const Plan<Index>& plan, const ExpertOf&
   }
   place();
   if (warp < CONSUMER_WARPS) {
-    consume(b, plan, expert_of);
+    consume(b, plan, table);
   } else if (warp == ACTIVATION_WARP) {
     produce_activations(b, plan);
   } else if (warp < PUBLISH_WARP + PUBLISHERS && lane == 0) {
@@ -64,6 +67,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     s.aborted = s.refused = 0;
     barrier_init_fence();
   }
+#if WEAVE_ROUTER && !WEAVE_MANY
+  prefetch_router(p);
+#endif
   // Everything above may run beside the end of the kernel before this one; nothing below.
   launch_dependents_may_start();
   wait_for_previous_launch();
@@ -71,6 +77,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   u32 arrival = 0, error = OK, call = p.call;
   u64 ticket = 0;
+#if WEAVE_ROUTER && !WEAVE_MANY
+  const u32 first_unit = threadIdx.x == 0 ? add_relaxed(&p.router.state->units, 1u) : 0;
+#endif
   if (threadIdx.x == WEIGHT_WARP * 32) {
     // No result is needed before the plan is known. A ticket holds for whatever plan there will be.
     arrival = add_relaxed(&p.shared.control->entered, 1u);
@@ -85,12 +94,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fail(p.shared.control, OVERLAP);  // an earlier error stays
     s.refused = 1;
   };
-  const ExpertOf expert_of(p);
+  SlotTable table(p);
   const PlanShape shape = {p.tokens * p.top_k, p.experts, (u32)WIDTH_CAP};
 
   if (!MANY) {
     // Every block computes the same plan: cheaper than handing one over, and nothing to wait for.
     char* at = (char*)(&s + 1);
+#if WEAVE_ROUTER && !WEAVE_MANY
+    u32* own = (u32*)at;
+    if (threadIdx.x == WEIGHT_WARP * 32) refuse();
+    __syncthreads();
+    if (!s.refused && !route(b, table, memory, own, (float*)(own + OWN_TOKENS * MAX_SLOTS), first_unit)) {
+      b.abort(PLAN_TIMEOUT);
+      s.refused = 1;
+    }
+    if (s.refused) table.valid = 0;  // there are no slots to read
+    at += OWN_BYTES;
+#endif
     Plan<PlanIndex> plan;
     plan.groups = (Group*)at;
     at += max_groups(shape.slots, p.experts, WIDTH_CAP) * sizeof(Group);
@@ -110,13 +130,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const BlockTeam team(0, warps, 1);
     __syncthreads();
     Lookup first;
-    if (warp < warps) count_tokens(team, shape, plan, scratch, expert_of, first);
+    if (warp < warps) count_tokens(team, shape, plan, scratch, table, first);
     if (threadIdx.x == WEIGHT_WARP * 32) refuse();
     __syncthreads();
     b.shape_ring(s.totals.width);
     if (!s.refused)
-      run_block(b, plan, expert_of, ticket, [&] {
-        if (warp < warps) place_slots(team, shape, plan, scratch, expert_of, first);
+      run_block(b, plan, table, ticket, [&] {
+        if (warp < warps) place_slots(team, shape, plan, scratch, table, first);
         asm volatile("bar.sync 2, %0;" ::"n"(THREADS - 32) : "memory");  // all but the weight producer
       });
   } else {
@@ -125,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     if (!s.refused) {
       b.shape_ring(p.plan.totals->width);
-      run_block(b, p.plan, expert_of, ticket, [] {});
+      run_block(b, p.plan, table, ticket, [] {});
     }
   }
   __syncthreads();
@@ -136,5 +156,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     p.stats[blockIdx.x * 8] = start;
     p.stats[blockIdx.x * 8 + 1] = nanoseconds();
   }
-  if (warp == 0 && leave(p.shared, WarpLanes()) == THE_LAST_OF_A_FAILED_LAUNCH) report_failure(p);
+  if (warp != 0) return;
+  const Departure departure = leave(p.shared, WarpLanes());
+#if WEAVE_ROUTER && !WEAVE_MANY
+  if (departure != NOT_THE_LAST) reset_router(p);
+#endif
+  if (departure == THE_LAST_OF_A_FAILED_LAUNCH) report_failure(p);
 }

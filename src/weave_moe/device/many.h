@@ -34,13 +34,13 @@ WEAVE_FN Range slots_of_chunk(const Launch& p, u32 chunk) {
 
 // The expert of each slot of a chunk and its place among the chunk's slots of that expert, kept in slot_row for later; and
 // the chunk's counts. Places within a chunk are in no fixed order: no result depends on a slot's row.
-WEAVE_FN void count_chunk(const Launch& p, const ExpertOf& expert_of, const SortMemory& m, u32 chunk) {
+WEAVE_FN void count_chunk(const Launch& p, const SlotTable& table, const SortMemory& m, u32 chunk) {
   const u32 experts8 = div_up(p.experts, 8) * 8;
   for (u32 e = threadIdx.x; e < p.experts; e += SORT_THREADS) m.count()[e] = 0;
   __syncthreads();
   const auto [begin, end] = slots_of_chunk(p, chunk);
   for (u32 slot = begin + threadIdx.x; slot < end; slot += SORT_THREADS) {
-    const u32 e = expert_of(slot);
+    const u32 e = table(slot);
     p.plan.slot_row[slot] = e == NONE ? NONE : atomicAdd(&m.count()[e], 1u) << 16 | e;
   }
   __syncthreads();
@@ -142,7 +142,7 @@ WEAVE_FN void scatter_chunk(const Launch& p, const SortMemory& m, u32 chunk) {
       const u32 row = m.row()[t * p.top_k + j];
       if (row == NONE) continue;
       uint4* to = (uint4*)(p.gathered + (u64)row * p.hidden);
-      const float weight = SCALE_X ? weight_of(p, begin + t * p.top_k + j) : 0.f;
+      const float weight = SCALE_X ? SlotTable::given_weight(p, begin + t * p.top_k + j) : 0.f;
 #pragma unroll
       for (int i = 0; i < LOADS; ++i)
         if (first + i * 32 < words) to[first + i * 32] = SCALE_X ? scaled(v[i], weight) : v[i];
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1) weave_sort(const _
   Control* control = p.shared.control;
   launch_dependents_may_start();
   wait_for_previous_launch();
-  const ExpertOf expert_of(p);
+  const SlotTable table(p);
   u32 held = 0, ticket = NONE;
   if (threadIdx.x == 0) {
     // Behind a failed launch the workspace is as that one left it.
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1) weave_sort(const _
       ticket = add_relaxed(&control->gather, 1u);  // on its way while this chunk is counted
     }
     ++held;
-    count_chunk(p, expert_of, m, chunk);
+    count_chunk(p, table, m, chunk);
     __threadfence();  // each thread's counts, before one thread's release
     __syncthreads();
     if (threadIdx.x == 0) add_release(&control->counted, 1u);
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_WARPS * 32) weave_combine(c
   const u32 slot = token * p.top_k + lane;
   u32 row = lane < p.top_k ? p.plan.slot_row[slot] : NONE;
   if (row >= p.max_rows) row = NONE;  // skipped, or another launch is writing its plan over ours
-  const float weight = row != NONE ? combine_weight(p, slot) : 0.f;
+  const float weight = row == NONE ? 0.f : SCALE_X ? 1.f : SlotTable::given_weight(p, slot);
   const bool ours = load_relaxed(&p.shared.control->call) == p.call;
   if (!ours && !failed(p.shared.control) && unit == 0 && lane == 0) {
     // Another call has sorted in this workspace since. An error that is there already stays.

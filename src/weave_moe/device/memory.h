@@ -14,6 +14,7 @@
 #define WEAVE_UNROLL _Pragma("GCC unroll 8")
 extern "C" int sched_yield(void) noexcept;
 extern "C" int usleep(unsigned);
+#include <string.h>
 #endif
 
 namespace weave {
@@ -117,6 +118,25 @@ WEAVE_FN void pause(u32 iteration) {
 
 #endif
 
+// A float's bits.
+WEAVE_FN u32 bits_of(float v) {
+#if WEAVE_GPU
+  return __float_as_uint(v);
+#else
+  u32 bits;
+  memcpy(&bits, &v, 4);
+  return bits;
+#endif
+}
+WEAVE_FN float float_of(u32 bits) {
+#if WEAVE_GPU
+  return __uint_as_float(bits);
+#else
+  float v;
+  memcpy(&v, &bits, 4);
+  return v;
+#endif
+}
 // A word of two halves: the high half counts, the low half hands out tickets.
 constexpr u64 ONE_HIGH = 1ull << 32;
 constexpr u64 MINUS_ONE_HIGH = 0xffffffffull << 32;

@@ -40,29 +40,34 @@ WEAVE_FN TaskSlot describe(const Launch& p, const Plan<Index>& plan, u32 stage, 
 WEAVE_FN void load_weights(const Block& b, const TaskSlot& t, u32 dst, u64* bar, u32 step) {
   step += t.first_step;
   const u64 hint = t.siblings > 1 ? b.p.hot_hint : b.p.weight_hint;
+  const bool shared = is_shared(b.p, t.expert);
+  const u32 slice = shared ? t.expert - b.p.routed : 0;  // of the shared experts, as wide as the others are
   if (t.kind == GATE_UP) {
     // Gated: blocks of 8 rows, gate and up in turn, so that a thread of the consumer holds both halves of an element.
-    const int block = t.expert * b.p.up_blocks + t.chunk * (UP_ELEMENTS / 8);
+    const TensorMap* map = shared ? &b.maps.shared_w13 : &b.maps.w13;
+    const int block = (shared ? slice * (b.p.intermediate / 8) : t.expert * b.p.up_blocks) + t.chunk * (UP_ELEMENTS / 8);
     const int steps = PACKED_UP ? 1 : K_BLOCKS;
     for (int kb = 0; kb < steps; ++kb) {
       const u32 to = dst + kb * TILE_M * 128;
       const int k = PACKED_UP ? step * K_BLOCKS : (step * K_BLOCKS + kb) * 64;
       if (GATED && PACKED_UP)
-        tma_load(to, &b.maps.w13, bar, hint, 0, 0, k, 0, block);
+        tma_load(to, map, bar, hint, 0, 0, k, 0, block);
       else if (GATED)
-        tma_load(to, &b.maps.w13, bar, hint, k, 0, 0, block);
+        tma_load(to, map, bar, hint, k, 0, 0, block);
       else if (PACKED_UP)
-        tma_load(to, &b.maps.w13, bar, hint, 0, 0, k, block);
+        tma_load(to, map, bar, hint, 0, 0, k, block);
       else
-        tma_load(to, &b.maps.w13, bar, hint, k, 0, block);
+        tma_load(to, map, bar, hint, k, 0, block);
     }
   } else {
-    const int block = (t.expert * b.p.hidden + t.chunk * TILE_M) / 8;
+    const TensorMap* map = shared ? &b.maps.shared_w2 : &b.maps.w2;
+    const int block = ((shared ? 0 : t.expert * b.p.hidden) + t.chunk * TILE_M) / 8;
+    const int first = slice * b.p.intermediate;  // column
     if (PACKED_DOWN) {
-      tma_load(dst, &b.maps.w2, bar, hint, 0, 0, step * K_BLOCKS, block);
+      tma_load(dst, map, bar, hint, 0, 0, first / 64 + step * K_BLOCKS, block);
     } else {
       for (int kb = 0; kb < K_BLOCKS; ++kb)
-        tma_load(dst + kb * TILE_M * 128, &b.maps.w2, bar, hint, (step * K_BLOCKS + kb) * 64, 0, block);
+        tma_load(dst + kb * TILE_M * 128, map, bar, hint, first + (step * K_BLOCKS + kb) * 64, 0, block);
     }
   }
 }

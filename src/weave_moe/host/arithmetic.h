@@ -10,21 +10,11 @@
 #include <string.h>
 
 #include "engine.h"
+#include "../device/memory.h"
 
 namespace weave {
 
 constexpr int LANES = 16;
-
-inline uint32_t bits_of(float f) {
-  uint32_t bits;
-  memcpy(&bits, &f, sizeof bits);
-  return bits;
-}
-inline float float_of(uint32_t bits) {
-  float f;
-  memcpy(&f, &bits, sizeof f);
-  return f;
-}
 
 // Conversions by integer arithmetic: no half type is needed, subnormals survive a process that flushes them, and the
 // loops over them vectorise. Narrowing rounds to nearest even and keeps NaN a NaN.

@@ -19,10 +19,19 @@ from ..schedule.granularity import KernelPlan
 from .driver import capture_id, encode_tensor_map
 from .kernel import MAX_CHUNK_SLOTS
 
-__all__ = ["BufferPool", "Buffers", "Needs", "control_bytes", "needs_of", "plan_arrays"]
+__all__ = [
+    "ROUTER_STATE_BYTES",
+    "BufferPool",
+    "Buffers",
+    "Needs",
+    "control_bytes",
+    "needs_of",
+    "plan_arrays",
+]
 
 _CONTROL: Final = 64  # sizeof(weave::Control), rounded up
 _STAGES: Final = 3
+ROUTER_STATE_BYTES: Final = 4 * (4 + 32)  # sizeof(weave::RouterState)
 MAX_CHUNKS: Final = 256  # that a worker may come to hold: device/many.h
 _STORE_ROWS: Final = (64, 32, 16, 8)
 
@@ -33,7 +42,7 @@ class Needs:
 
     counters: bytes that must be zero before the first launch.  h_rows: rows of activations [I] and
     of down rows [H].  plan: bytes of the plan of many tokens, else 0.  chunk_tokens: tokens that a
-    chunk of the sort holds, else 0.
+    chunk of the sort holds, else 0.  router: bytes of slots' ids and weights, and partial logits.
     """
 
     counters: int
@@ -45,6 +54,7 @@ class Needs:
     plan: int
     chunk_tokens: int
     sums: int
+    router: int
 
 
 def control_bytes(workers: int, groups: int, experts: int) -> int:
@@ -79,8 +89,13 @@ def needs_of(
     workers: int,
     gated: bool = True,
     scale_x: bool = False,
+    router_rows: int | None = None,
 ) -> Needs:
-    """What a launch of at most `tokens` tokens needs, for any routing."""
+    """What a launch of at most `tokens` tokens needs, for any routing.
+
+    top_k, experts: with those of the shared experts.  router_rows: rows of the router's weight
+    and the shared experts' gate; None where ids are given.
+    """
     slots = tokens * top_k
     groups = max_groups(slots, experts, plan.width_cap)
     # TMA reads a whole group's width from its first row: never past the last row.
@@ -93,6 +108,10 @@ def needs_of(
         chunk_tokens = min(chunk_tokens, MAX_CHUNK_SLOTS // top_k)
         chunks = -(-tokens // chunk_tokens)
         plan_bytes = 4 * sum(size for _, size in plan_arrays(groups, experts, slots, chunks))
+    router = 0
+    if router_rows is not None:
+        partial = 0 if plan.many else tokens * logit_sums(hidden) * -(-router_rows // 4) * 4
+        router = 4 * (-(-2 * slots // 4) * 4 + partial)
     sums = parts = 0
     if plan.parts_up > 1 or plan.parts_down > 1:
         tiles_up = groups * -(-intermediate // plan.chunk_up(gated=gated))
@@ -101,7 +120,7 @@ def needs_of(
         sums = 4 * blocks * plan.tile_m * plan.width_cap
         parts = tiles_up + tiles_down
     return Needs(
-        control_bytes(workers, groups, experts) + 4 * parts,
+        control_bytes(workers, groups, experts) + 4 * parts + ROUTER_STATE_BYTES,
         groups,
         rows,
         rows * intermediate * 2,
@@ -110,7 +129,13 @@ def needs_of(
         plan_bytes,
         chunk_tokens,
         sums,
+        router,
     )
+
+
+def logit_sums(hidden: int) -> int:
+    """Sums that a logit is made from: one for each SEGMENT columns (device/router.h)."""
+    return -(-hidden // 256)
 
 
 class Buffers:
@@ -124,7 +149,7 @@ class Buffers:
         self.lock = threading.Lock()
         self._captured = captured
         self.counters: Tensor = torch.empty(0, dtype=torch.uint8, device=device)
-        self.h = self.rows = self.gathered = self.plan = self.sums = self.counters
+        self.h = self.rows = self.gathered = self.plan = self.sums = self.router = self.counters
         self._maps: dict[tuple[int, ...], list[bytes]] = {}
         self._streams: dict[int, torch.cuda.Stream] = {}
 
@@ -144,6 +169,7 @@ class Buffers:
         self._grow("rows", needs.row_bytes)
         self._grow("sums", needs.sums)
         self._grow("plan", needs.plan)
+        self._grow("router", needs.router)
 
     def _grow(self, name: str, size: int, *, zeroed: bool = False) -> None:
         old: Tensor = getattr(self, name)
@@ -160,14 +186,15 @@ class Buffers:
         """Back to the initial state, after a launch that gave up."""
         self.counters.zero_()
 
-    def row_maps(self, tensor: Tensor, columns: int, plan: KernelPlan, dtype: str) -> list[bytes]:
+    def row_maps(
+        self, tensor: Tensor, columns: int, plan: KernelPlan, dtype: str, *, packed: bool
+    ) -> list[bytes]:
         """Maps of h or the gathered rows, [rows, columns], for each width: a box holds a group's
-        rows and the columns of a stage."""
+        rows and 64 columns or, packed, all columns of a stage."""
         rows = min(tensor.numel() // (2 * columns), 2**31 - 1)
-        key = (tensor.data_ptr(), plan.tile_k, plan.width_cap, columns, dtype == "bfloat16")
+        key = (tensor.data_ptr(), plan.tile_k, plan.width_cap, columns, dtype == "bfloat16", packed)
         found = self._maps.get(key)
         if found is None:
-            packed = columns % 64 == 0  # one box holds all columns of a stage
             dims = (64, rows, columns // 64) if packed else (columns, rows)
             strides = (columns, 64) if packed else (columns,)
             depth = (plan.tile_k // 64,) if packed else ()

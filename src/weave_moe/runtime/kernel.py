@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from ..schedule.granularity import CONTROL_BYTES, KernelPlan
+from ..schedule.granularity import CONTROL_BYTES, KernelPlan, own_bytes
 from . import nvrtc
 from .cache import cached_file, discard
 from .driver import TENSOR_MAP_BYTES, CudaError, Kernel, Library
@@ -22,6 +22,9 @@ __all__ = ["KernelConfig", "Launch", "kernel_for", "launch_maps"]
 
 DEVICE: Final = Path(__file__).parents[1] / "device"
 _SOURCE: Final = "experts.cu"
+ROUTERS: Final = ("none", "logits", "same", "fp32")
+"""What a launch routes its tokens from: given ids, logits, a router weight of x's type, of fp32."""
+
 _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 
 ERRORS: Final = {
@@ -64,6 +67,46 @@ class _Knobs(ctypes.Structure):
     ]
 
 
+class _Router(ctypes.Structure):
+    """`weave::Router` and, within it, `weave::Routing` of device/route.h."""
+
+    _fields_ = [
+        *[
+            (name, ctypes.c_void_p)
+            for name in (
+                "weight",
+                "gate",
+                "logits",
+                "bias",
+                "selection_bias",
+                "expert_map",
+                "ids",
+                "weights",
+                "chosen",
+                "chosen_weights",
+                "partial",
+                "state",
+            )
+        ],
+        *[
+            (name, ctypes.c_uint32)
+            for name in ("scoring", "top_k", "renormalize", "groups", "kept_groups")
+        ],
+        ("scale", ctypes.c_float),
+        *[
+            (name, ctypes.c_uint32)
+            for name in (
+                "experts",
+                "rows",
+                "logits_kind",
+                "bias_kind",
+                "selection_kind",
+                "block_tokens",
+            )
+        ],
+    ]
+
+
 class Launch(ctypes.Structure):
     """`weave::Launch` of device/config.h, field for field."""
 
@@ -89,6 +132,7 @@ class Launch(ctypes.Structure):
         ("plan", _PlanPointers),
         ("chunk_tokens", ctypes.c_void_p),
         ("shared", _Shared),
+        ("router", _Router),
         ("knobs", _Knobs),
         ("stats", ctypes.c_void_p),
         ("trace", ctypes.c_void_p),
@@ -110,6 +154,7 @@ class Launch(ctypes.Structure):
                 "experts_global",
                 "hidden",
                 "intermediate",
+                "routed",
                 "chunks_up",
                 "chunks_down",
                 "parts_up",
@@ -142,7 +187,8 @@ def _maps_type(count: int) -> type[ctypes.Structure]:
 
 
 def launch_maps(maps: list[bytes]) -> ctypes.Structure:
-    """`weave::Maps`: w13, w2, activations and gathered rows by width, then stores by rows."""
+    """`weave::Maps`: w13, w2, both of the shared experts, activations and gathered rows by width,
+    then stores by rows."""
     structure = _maps_type(len(maps))()
     ctypes.memmove(ctypes.addressof(structure), b"".join(maps), len(maps) * TENSOR_MAP_BYTES)
     return structure
@@ -153,10 +199,10 @@ class KernelConfig:
     """What is fixed when the kernel is compiled.
 
     dtype: "bfloat16" or "float16".  activation: a kind of `Activation`.  clamp: it has a limit.
-    bias: either bias is given.  scale_x: the weight is on the input.  trace:
-    tasks leave records.
-    packed_up, packed_down: hidden, intermediate are multiples
-    of 64, so that one TMA box holds all columns of a stage.
+    bias: either bias is given.  scale_x: the weight is on the input.  trace: tasks leave records.
+    router: what the launch routes from, of `ROUTERS`.  shared: there are shared experts.
+    packed_up, packed_down: hidden, intermediate (and the shared experts') are multiples of 64, so
+    that one TMA box holds all columns of a stage.
     """
 
     tile_m: int
@@ -170,6 +216,8 @@ class KernelConfig:
     bias: bool
     scale_x: bool
     trace: bool
+    router: str
+    shared: bool
     packed_up: bool
     packed_down: bool
 
@@ -184,8 +232,10 @@ class KernelConfig:
         bias: bool,
         scale_x: bool = False,
         trace: bool = False,
+        router: str = "none",
         hidden: int,
         intermediate: int,
+        shared_intermediate: int = 0,
     ) -> KernelConfig:
         """The configuration for a plan and a layer."""
         return cls(
@@ -200,8 +250,10 @@ class KernelConfig:
             bias,
             scale_x,
             trace,
+            router,
+            shared_intermediate > 0,
             hidden % 64 == 0,
-            intermediate % 64 == 0,
+            intermediate % 64 == 0 and shared_intermediate % 64 == 0,
         )
 
     def options(self) -> list[str]:
@@ -220,6 +272,9 @@ class KernelConfig:
             "BIAS": int(self.bias),
             "SCALE_X": int(self.scale_x),
             "TRACE": int(self.trace),
+            "ROUTER": ROUTERS.index(self.router),
+            "SHARED": int(self.shared),
+            "OWN_BYTES": own_bytes(self.tile_m) if self.router != "none" and not self.many else 0,
             "PACKED_UP": int(self.packed_up),
             "PACKED_DOWN": int(self.packed_down),
             "SMEM_BYTES": CONTROL_BYTES,
@@ -257,6 +312,7 @@ SORT_THREADS: Final = 512
 MAX_CHUNK_SLOTS: Final = 1 << 15
 """Most slots of a chunk: what a block of the sort has memory for."""
 
+ROUTE_WARPS: Final = 8
 COMBINE_WARPS: Final = 8
 PIECE: Final = 256
 """Of device/many.h and device/combine.h: elements of a token that a warp of the combine adds up."""
@@ -264,15 +320,16 @@ PIECE: Final = 256
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a configuration. sort, combine: only with many tokens."""
+    """The kernels of a configuration. sort, combine and, if it routes, route: with many tokens."""
 
     experts: Kernel
     sort: Kernel | None = None
     combine: Kernel | None = None
+    route: Kernel | None = None
 
     def prepare(self, device: int) -> None:
         """Loads the code on a device and allows its shared memory. Not during capture."""
-        for kernel in (self.experts, self.sort, self.combine):
+        for kernel in (self.route, self.sort, self.experts, self.combine):
             if kernel is not None:
                 kernel.prepare(device)
 
@@ -280,6 +337,11 @@ class Kernels:
 def sort_bytes(experts: int, chunk_slots: int) -> int:
     """Shared memory of a block of the sort: `SortMemory` in device/many.h."""
     return 4 * (SORT_THREADS // 16 + 256 + 2 * 8 * SORT_THREADS + 4 * experts + chunk_slots)
+
+
+def route_bytes(experts: int, rows: int, tokens: int) -> int:
+    """Shared memory of a block of `weave_route` for `tokens` tokens: device/router.h."""
+    return 4 * (tokens * (-(-rows // 4) * 4) + ROUTE_WARPS * (2 * experts + 32 + 16))
 
 
 _kernels: dict[tuple[KernelConfig, int], Kernels] = {}
@@ -301,7 +363,11 @@ def _load(config: KernelConfig, shared_bytes: int) -> Kernels:
         most = sort_bytes(1024, MAX_CHUNK_SLOTS)
         sort = library.kernel("weave_sort", shared_bytes=most, threads=SORT_THREADS)
         combine = library.kernel("weave_combine", shared_bytes=0, threads=32 * COMBINE_WARPS)
-        return Kernels(experts, sort, combine)
+        route = None
+        if config.router != "none":
+            most = route_bytes(1024, 1025, 32)
+            route = library.kernel("weave_route", shared_bytes=most, threads=32 * ROUTE_WARPS)
+        return Kernels(experts, sort, combine, route)
 
     path = cached_file("experts", identity, ".cubin", compiled)
     try:

@@ -44,9 +44,9 @@ from .queues import (
 
 __all__ = [
     "NONE",
-    "TOGETHER",
     "POLICY_CODES",
     "STEALING",
+    "TOGETHER",
     "VICTIM_CODES",
     "WINDOW_LIMIT",
     "Batches",

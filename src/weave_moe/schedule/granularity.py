@@ -32,6 +32,9 @@ STAGING_BYTES: Final = 2 * 2 * 8192
 MAX_STAGES: Final = 16
 """Most stages of the ring: barriers there are for."""
 
+MAX_SLOTS: Final = 32
+"""Of a token: experts it chose, and slices of the shared experts."""
+
 GATHER_WIDTH: Final = 32
 """Rows of x of wider groups are copied into row order first; else read by token."""
 
@@ -129,6 +132,11 @@ def _width_cap(tokens: int, mean: float, tile_m: int) -> int:
     return next((cap for cap in caps if cap >= wanted), caps[-1])
 
 
+def own_bytes(tile_m: int) -> int:
+    """Shared memory for the slots of tokens that each block routes for itself."""
+    return (tile_m // 64 * 4 + 4) * MAX_SLOTS * 8
+
+
 def choose_kernel(
     *,
     tokens: int,
@@ -136,14 +144,21 @@ def choose_kernel(
     experts: int,
     hidden: int,
     shared_bytes: int = SHARED_BYTES,
+    router: bool = False,
+    shared: int = 0,
 ) -> KernelPlan:
-    """The kernel for `tokens` tokens of `top_k` slots over `experts` local experts."""
-    slots = tokens * top_k
-    touched = max(1, min(experts, slots))
-    mean = slots / touched
+    """The kernel for `tokens` tokens of `top_k` slots over `experts` local experts.
+
+    router: the launch routes them itself.  shared: slices of shared experts, which take every
+    token.
+    """
+    routed_slots = tokens * top_k
+    slots = tokens * (top_k + shared)
+    mean = routed_slots / max(1, min(experts, routed_slots))
+    experts += shared
     tile_m, tile_k = 64 if slots <= 32 else 128, 128
     cap = _width_cap(tokens, mean, tile_m)
-    used = local_plan_bytes(slots, experts, cap)
+    used = local_plan_bytes(slots, experts, cap) + (own_bytes(tile_m) if router else 0)
     ring = (shared_bytes - CONTROL_BYTES - used) // 1024 * 1024
     room = ring - _stages(ring, tile_m, tile_k, 8) * tile_m * tile_k * 2
     fits = used <= shared_bytes // 6 and room >= 4 * (2 * 16 + 3 * (experts + 1))

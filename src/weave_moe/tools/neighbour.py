@@ -29,8 +29,8 @@ _BYTES: Final = 1000  # of the host's words, after one a block: one a block, MiB
 
 _SOURCE: Final = r"""
 struct Args {
-  volatile unsigned int* words;  // the host's
-  const volatile unsigned int* stop;  // the device's: reading the host's again and again slows the whole GPU
+  volatile unsigned int* words;  // the host's: reading it again and again slows the whole GPU
+  const volatile unsigned int* stop;  // the device's
   unsigned long long limit_ns;
   const uint4* buffer;  // null: read nothing
   unsigned long long vectors;

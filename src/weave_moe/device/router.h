@@ -1,0 +1,368 @@
+// The router: logits from hidden states by the tensor cores, then each token's experts (route.h).
+//
+// A logit is the sum, in order, of what each SEGMENT columns give, whoever computes them and however many tokens there are:
+// so a token's experts do not depend on the batch around it. Weights of fp32 are multiplied as three bf16 parts, which are
+// exact but for underflow; sums are fp32.
+//
+// Few tokens: units (16 rows of the router's weight x a block of tokens x a segment) are claimed by ticket and leave their
+// sums in memory; then tokens are claimed likewise, or, when each warp of a block can take one, every block chooses for
+// all of them itself. Whoever waits, waits for units of running workers.
+// Many: a launch of its own, in which a block computes all logits of its tokens.
+#pragma once
+#include "config.h"
+
+namespace weave {
+
+constexpr u32 SEGMENT = 256, STEP = 32, ROUTER_ROWS = 16;
+constexpr bool SPLIT_WEIGHT = ROUTER == ROUTER_FP32;
+constexpr bool OPERANDS_BF16 = SPLIT_WEIGHT || BF16;
+constexpr int WEIGHT_PARTS = SPLIT_WEIGHT ? 3 : 1, X_PARTS = SPLIT_WEIGHT && !BF16 ? 2 : 1;
+constexpr int WEIGHT_VECTORS = SPLIT_WEIGHT ? 2 : 1;  // of 16 bytes that hold 8 weights
+
+WEAVE_FN u32 router_rows4(const Launch& p) { return (p.router.rows + 3) & ~3u; }
+WEAVE_FN u32 router_segments(const Launch& p) { return div_up(p.hidden, SEGMENT); }
+// Row r of the router's weight, or the gate of the shared experts behind it.
+WEAVE_FN const char* router_row(const Launch& p, u32 row) {
+  constexpr u32 SIZE = SPLIT_WEIGHT ? 4 : 2;
+  const Router& r = p.router;
+  const bool gate = r.gate && row == r.rows - 1;
+  return gate ? (const char*)r.gate : (const char*)r.weight + (u64)row * p.hidden * SIZE;
+}
+
+WEAVE_FN void split_pair(float first, float second, u32 (&parts)[3]) {
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    parts[i] = pack2<true>(first, second);
+    first -= unpack<true>((u16)parts[i]);
+    second -= unpack<true>((u16)(parts[i] >> 16));
+  }
+}
+// The j-th word (two columns) of eight weights, or of eight elements of x, as its parts.
+WEAVE_FN void weight_parts(const uint4 (&v)[WEIGHT_VECTORS], int j, u32 (&parts)[3]) {
+  const u32* words = (const u32*)v;
+  if (SPLIT_WEIGHT)
+    split_pair(__uint_as_float(words[2 * j]), __uint_as_float(words[2 * j + 1]), parts);
+  else
+    parts[0] = words[j];
+}
+WEAVE_FN void x_parts(const uint4& v, int j, u32 (&parts)[3]) {
+  const u32 word = ((const u32*)&v)[j];
+  if (X_PARTS == 1)
+    parts[0] = word;
+  else
+    split_pair(unpack<false>((u16)word), unpack<false>((u16)(word >> 16)), parts);
+}
+
+// 16 rows of logits for BLOCKS x 8 tokens, by one warp. Lane l holds, of block i, tokens 8 i + 2 (l % 4) and the next one,
+// row l / 4 in sum[i][0], sum[i][1] and row l / 4 + 8 in the others.
+template <int BLOCKS>
+struct LogitTile {
+  // Loads under way at once: as many as registers allow.
+  static constexpr int AHEAD = SPLIT_WEIGHT ? (BLOCKS == 1 ? 4 : 2) : BLOCKS == 1 ? 8 : BLOCKS == 2 ? 8 : 4;
+  float sum[BLOCKS][4];
+
+  WEAVE_FN void multiply_segment(const Launch& p, u32 first_row, u32 first_token, u32 tokens, u32 segment) {
+    const u32 lane = threadIdx.x & 31, g = lane / 4;
+    const bool low = first_row + g < p.router.rows, high = first_row + g + 8 < p.router.rows;
+    const char* rows[2] = {router_row(p, low ? first_row + g : 0), router_row(p, high ? first_row + g + 8 : 0)};
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) sum[i][q] = 0.f;
+    // A lane's columns are 8 in a row, where the fragments want pairs: columns may come in any order that both sides share.
+    u32 column = segment * SEGMENT + lane % 4 * 8;
+#pragma unroll 1
+    for (u32 s = 0; s < SEGMENT / STEP; s += AHEAD, column += AHEAD * STEP) {
+      uint4 w[AHEAD][2][WEIGHT_VECTORS], x[AHEAD][BLOCKS];
+#pragma unroll
+      for (int a = 0; a < AHEAD; ++a) {
+        const u32 at = column + a * STEP;
+        const bool in = at < p.hidden;
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int v = 0; v < WEIGHT_VECTORS; ++v) {
+            w[a][h][v] = make_uint4(0, 0, 0, 0);
+            if (in && (h ? high : low)) w[a][h][v] = __ldg((const uint4*)(rows[h] + (u64)at * (SPLIT_WEIGHT ? 4 : 2)) + v);
+          }
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i) {
+          const u32 token = first_token + 8 * i + g;
+          x[a][i] = make_uint4(0, 0, 0, 0);
+          if (in && token < tokens) x[a][i] = __ldg((const uint4*)((const u16*)p.x + (i64)token * p.x_pitch + at));
+        }
+      }
+#pragma unroll
+      for (int a = 0; a < AHEAD; ++a)
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+          u32 w00[3], w01[3], w10[3], w11[3];  // row, word
+          weight_parts(w[a][0], j, w00), weight_parts(w[a][0], j + 1, w01);
+          weight_parts(w[a][1], j, w10), weight_parts(w[a][1], j + 1, w11);
+#pragma unroll
+          for (int i = 0; i < BLOCKS; ++i) {
+            u32 x0[3], x1[3];
+            x_parts(x[a][i], j, x0), x_parts(x[a][i], j + 1, x1);
+#pragma unroll
+            for (int wp = 0; wp < WEIGHT_PARTS; ++wp)
+#pragma unroll
+              for (int xp = 0; xp < X_PARTS; ++xp)
+                multiply_16x8x16<OPERANDS_BF16>(sum[i], w00[wp], w10[wp], w01[wp], w11[wp], x0[xp], x1[xp]);
+          }
+        }
+    }
+  }
+  WEAVE_FN void add(const LogitTile& other) {
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) sum[i][q] += other.sum[i][q];
+  }
+
+  // store(token, row, value) for what there is.
+  template <class Store>
+  WEAVE_FN void each(const Launch& p, u32 first_row, u32 first_token, u32 tokens, const Store& store) const {
+    const u32 lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const u32 token = first_token + 8 * i + lane % 4 * 2 + (q & 1), row = first_row + lane / 4 + (q & 2 ? 8 : 0);
+        if (token < tokens && row < p.router.rows) store(token, row, sum[i][q]);
+      }
+  }
+};
+
+// One token, by one warp, once its logits are in c.score: its slots, and the router's result where it is asked for.
+WEAVE_FN void finish_token(const Launch& p, const Choice& c, u32 token, float gate, u32* ids, float* weights, bool result) {
+  const Router& r = p.router;
+  const u32 lane = threadIdx.x & 31;
+  if (r.bias)
+    for (u32 e = lane; e < r.experts; e += 32) c.score[e] += read_float(r.bias, r.bias_kind, e);
+  choose_experts(WarpLanes(), r.routing, r.experts, c, r.selection_bias != nullptr,
+                 [&](u32 e) { return read_float(r.selection_bias, r.selection_kind, e); });
+  const u32 top_k = r.routing.top_k;
+  if (lane < top_k) {
+    const u32 e = c.chosen[lane];
+    const float weight = chosen_weight(r.routing, c, lane);
+    const u32 local = r.expert_map ? (u32)__ldg(r.expert_map + e) : e;
+    ids[lane] = local < p.routed ? local : NONE;
+    weights[lane] = weight;
+    if (result && r.chosen) {
+      r.chosen[(u64)token * top_k + lane] = (int)e;
+      r.chosen_weights[(u64)token * top_k + lane] = weight;
+    }
+  } else if (lane < p.top_k) {
+    ids[lane] = p.routed + lane - top_k;
+    weights[lane] = gate;
+  }
+  __syncwarp();
+}
+WEAVE_FN float sigmoid_gate(float logit) { return 1.f / (1.f + expf(-logit)); }
+WEAVE_FN void given_logits(const Launch& p, const Choice& c, u32 token) {
+  const Router& r = p.router;
+  for (u32 e = threadIdx.x & 31; e < r.experts; e += 32) c.score[e] = read_float(r.logits, r.logits_kind, (u64)token * r.experts + e);
+}
+
+#if !WEAVE_MANY
+// What is to be done, for `tokens` valid tokens.
+struct RouterWork {
+  u32 tokens, block_tokens, blocks, row_blocks, segments, units, units_each, tokens_each;
+  WEAVE_FN RouterWork(const Launch& p, u32 tokens) : tokens(tokens) {
+    block_tokens = tokens <= 64 ? 8 : 32;
+    blocks = div_up(tokens, block_tokens);
+    row_blocks = div_up(p.router.rows, ROUTER_ROWS);
+    segments = router_segments(p);
+    units = blocks * row_blocks * segments;
+    units_each = each(units), tokens_each = each(tokens);
+  }
+  static WEAVE_FN u32 each(u32 all) {  // of a ticket: no more than there are warps, and spread over all SMs
+    const u32 fair = div_up(all, gridDim.x);
+    return fair < 1 ? 1 : fair < (u32)WARPS ? fair : (u32)WARPS;
+  }
+};
+
+// Before the launch before this one has ended: rows that this block will probably be the one to read.
+WEAVE_FN void prefetch_router(const Launch& p) {
+  if (ROUTER < ROUTER_SAME) return;
+  const RouterWork work(p, p.tokens);
+  const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, unit = blockIdx.x * work.units_each + warp;
+  if (warp >= work.units_each || unit >= work.row_blocks * work.segments) return;
+  const u32 row = unit % work.row_blocks * ROUTER_ROWS + lane / 2, segment = unit / work.row_blocks;
+  constexpr u32 SIZE = SPLIT_WEIGHT ? 4 : 2, BYTES = SEGMENT * SIZE / 2;
+  if (row >= p.router.rows) return;
+  for (u32 i = 0; i < BYTES; i += 128) {
+    const u32 at = segment * SEGMENT * SIZE + lane % 2 * BYTES + i;
+    if (at < p.hidden * SIZE) prefetch_l2(router_row(p, row) + at);
+  }
+}
+
+template <int BLOCKS>
+WEAVE_FN void run_unit(const Launch& p, const RouterWork& work, u32 first_row, u32 first_token, u32 segment) {
+  LogitTile<BLOCKS> tile;
+  tile.multiply_segment(p, first_row, first_token, work.tokens, segment);
+  const u32 rows4 = router_rows4(p);
+  tile.each(p, first_row, first_token, work.tokens, [&](u32 token, u32 row, float v) {
+    p.router.partial[((u64)token * work.segments + segment) * rows4 + row] = v;
+  });
+}
+
+// A ticket for the whole block; the next one is on its way meanwhile. All threads call.
+struct BlockTickets {
+  u32* counter;
+  u32 next;
+  WEAVE_FN u32 take(Smem& s) {
+    if (threadIdx.x == 0) s.ticket = next;
+    __syncthreads();
+    const u32 now = s.ticket;
+    if (threadIdx.x == 0) next = add_relaxed(counter, 1u);
+    __syncthreads();
+    return now;
+  }
+};
+
+// Sums of all segments for one token, once its units are finished. One warp.
+WEAVE_FN bool collect_logits(const Block& b, const RouterWork& work, const Choice& c, u32 token, float& gate) {
+  const Launch& p = b.p;
+  const Router& r = p.router;
+  const u32 lane = threadIdx.x & 31, rows4 = router_rows4(p);
+  gate = 1.f;
+  if (ROUTER >= ROUTER_SAME) {
+    bool ok = true;
+    if (lane == 0)
+      ok = wait_for(p.shared, &r.state->finished[token / work.block_tokens], work.row_blocks * work.segments, PLAN_TIMEOUT);
+    if (!__shfl_sync(~0u, ok, 0)) return false;
+    const float* from = r.partial + (u64)token * work.segments * rows4;
+    for (u32 e = lane * 4; e < rows4; e += 128) {
+      constexpr u32 AT_ONCE = 16;
+      float4 sum = make_float4(0, 0, 0, 0);
+      for (u32 first = 0; first < work.segments; first += AT_ONCE) {
+        float4 v[AT_ONCE];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i) {
+          v[i] = make_float4(0, 0, 0, 0);
+          if (first + i < work.segments) v[i] = __ldcg((const float4*)(from + (first + i) * rows4 + e));
+        }
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i) sum.x += v[i].x, sum.y += v[i].y, sum.z += v[i].z, sum.w += v[i].w;
+      }
+      const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        if (r.weight && e + q < r.experts) c.score[e + q] = values[q];
+        if (r.gate && e + q == r.rows - 1) gate = sigmoid_gate(values[q]);
+      }
+    }
+    if (r.gate) gate = __shfl_sync(~0u, gate, (r.rows - 1) / 4 % 32);
+  }
+  if (r.logits) given_logits(p, c, token);
+  __syncwarp();
+  return true;
+}
+
+// All threads of the block. Afterwards `table` knows every slot; false: given up. `scratch`: memory of the ring.
+WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u32* own_ids, float* own_weights, u32 first_ticket) {
+  const Launch& p = b.p;
+  const Router& r = p.router;
+  const RouterWork work(p, table.tokens);
+  const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  if (ROUTER >= ROUTER_SAME) {
+    BlockTickets tickets = {&r.state->units, first_ticket};
+    for (;;) {
+      const u32 ticket = tickets.take(b.s), unit = ticket * work.units_each + warp;
+      if (ticket * work.units_each >= work.units) break;
+      if (warp >= work.units_each || unit >= work.units) continue;
+      const u32 per_block = work.row_blocks * work.segments, block = unit / per_block, rest = unit - block * per_block;
+      const u32 segment = rest / work.row_blocks, row = (rest - segment * work.row_blocks) * ROUTER_ROWS;
+      if (work.block_tokens == 8)
+        run_unit<1>(p, work, row, block * 8, segment);
+      else
+        run_unit<4>(p, work, row, block * 32, segment);
+      __syncwarp();
+      if (lane == 0) add_release(&r.state->finished[block], 1u);
+    }
+  }
+  const Choice c = choice_at((u32*)scratch + warp * choice_words(r.experts), r.experts);
+  // Few: every block finds out for itself, because that is sooner done than told. One of them says what the router found;
+  // it runs, sooner or later.
+  const bool own = work.tokens <= OWN_TOKENS;
+  table.ids = own ? own_ids : r.ids;
+  table.weights = own ? own_weights : r.weights;
+  BlockTickets tickets = {&r.state->tokens, !own && threadIdx.x == 0 ? add_relaxed(&r.state->tokens, 1u) : 0};
+  bool ok = true;
+  for (;;) {
+    u32 token = warp;
+    if (!own) {
+      const u32 ticket = tickets.take(b.s);
+      if (ticket * work.tokens_each >= work.tokens) break;
+      token = warp < work.tokens_each ? ticket * work.tokens_each + warp : NONE;
+    }
+    float gate;
+    ok = ok && (token >= work.tokens || collect_logits(b, work, c, token, gate));
+    if (ok && token < work.tokens) {
+      const u64 first = (u64)token * p.top_k;
+      finish_token(p, c, token, gate, (u32*)table.ids + first, (float*)table.weights + first, !own || blockIdx.x == 0);
+      if (!own && lane == 0) add_release(&r.state->routed, 1u);
+    }
+    if (own) break;
+  }
+  if (!own && threadIdx.x == 0) ok = ok && wait_for(p.shared, &r.state->routed, work.tokens, PLAN_TIMEOUT);
+  return __syncthreads_and(ok);
+}
+
+// By the warp that leaves last.
+WEAVE_FN void reset_router(const Launch& p) {
+  u32* words = (u32*)p.router.state;
+  for (u32 i = threadIdx.x & 31; i < sizeof(RouterState) / 4; i += 32) store_relaxed(words + i, 0u);
+}
+#endif
+
+#if WEAVE_MANY && WEAVE_ROUTER
+constexpr u32 ROUTE_WARPS = 8;
+
+template <int BLOCKS>
+WEAVE_FN void all_logits(const Launch& p, u32 first_token, u32 tokens, float* logits) {
+  const u32 warp = threadIdx.x >> 5, rows4 = router_rows4(p), segments = router_segments(p);
+  for (u32 row = warp * ROUTER_ROWS; row < p.router.rows; row += ROUTE_WARPS * ROUTER_ROWS) {
+    LogitTile<BLOCKS> tile, part;
+    tile.multiply_segment(p, row, first_token, tokens, 0);
+    for (u32 s = 1; s < segments; ++s) {
+      part.multiply_segment(p, row, first_token, tokens, s);
+      tile.add(part);
+    }
+    tile.each(p, row, first_token, tokens, [&](u32 token, u32 r, float v) { logits[(token - first_token) * rows4 + r] = v; });
+  }
+}
+
+// Dynamic shared memory: logits [block_tokens][rows rounded up to 4], then a choice for each warp.
+extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32) weave_route(const __grid_constant__ Launch p) {
+  extern __shared__ __align__(16) float route_words[];
+  launch_dependents_may_start();
+  wait_for_previous_launch();
+  const Router& r = p.router;
+  const SlotTable table(p);
+  const u32 warp = threadIdx.x >> 5, first = blockIdx.x * r.block_tokens, rows4 = router_rows4(p);
+  if (first >= table.tokens) return;
+  if (ROUTER >= ROUTER_SAME) {
+    if (r.block_tokens == 16)
+      all_logits<2>(p, first, table.tokens, route_words);
+    else
+      all_logits<4>(p, first, table.tokens, route_words);
+  }
+  __syncthreads();
+  const Choice c = choice_at((u32*)(route_words + r.block_tokens * rows4) + warp * choice_words(r.experts), r.experts);
+  const u32 end = first + r.block_tokens < table.tokens ? first + r.block_tokens : table.tokens;
+  for (u32 token = first + warp; token < end; token += ROUTE_WARPS) {
+    const float* logits = route_words + (token - first) * rows4;
+    const float gate = r.gate ? sigmoid_gate(logits[r.rows - 1]) : 1.f;
+    if (r.logits)
+      given_logits(p, c, token);
+    else
+      for (u32 e = threadIdx.x & 31; e < r.experts; e += 32) c.score[e] = logits[e];
+    __syncwarp();
+    finish_token(p, c, token, gate, r.ids + (u64)token * p.top_k, r.weights + (u64)token * p.top_k, true);
+  }
+}
+#endif
+
+}  // namespace weave
