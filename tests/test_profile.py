@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from dataclasses import replace
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import weave_moe
 from weave_moe.cli import cli
 from weave_moe.host.stats import STAGES, TRACE_DTYPE
-from weave_moe.profile import ABSENT, PRODUCERS, RECORD_DTYPE, PolicyRecord, Profile
+from weave_moe.profile import ABSENT, PRODUCERS, RECORD_DTYPE, PolicyRecord, Profile, Timing
 from weave_moe.profile.chrome import chrome_trace
 from weave_moe.profile.command import MOST_TASKS
 from weave_moe.profile.measures import (
@@ -78,7 +78,8 @@ def launches(draw: st.DrawFn, policy: str = "steal") -> PolicyRecord:
     for record in records:
         worker = draw(st.integers(0, workers - 1))
         stage = draw(st.integers(0, 2))
-        claim = max(0, free[worker] + draw(st.integers(-400, 2000)))
+        early = st.integers(-400, -1) if overlap else st.integers(-400, 2000)
+        claim = max(0, free[worker] + draw(st.one_of(early, st.integers(0, 2000))))
         wait = claim if overlap else max(claim, free[worker])
         compute = wait + draw(st.sampled_from([0, 7, 900, 5000]))
         length = draw(st.integers(0, 9000))
@@ -103,6 +104,12 @@ def launches(draw: st.DrawFn, policy: str = "steal") -> PolicyRecord:
     makespan = int(records["end_ns"].max(initial=0)) + draw(st.integers(1, 5000))
     last = np.array([min(makespan, free[w]) for w in range(workers)], dtype=np.int64)
     seats = draw(st.integers(1, workers))
+    planned = None
+    if draw(st.booleans()):
+        # At most until the first task; a worker without tasks until whenever, or never.
+        until = np.full(workers, makespan, dtype=np.int64)
+        np.minimum.at(until, records["worker"], records["compute_ns"])
+        planned = np.array([draw(st.integers(ABSENT, int(n))) for n in until], dtype=np.int64)
     return PolicyRecord(
         policy=policy,
         workers=workers,
@@ -114,7 +121,16 @@ def launches(draw: st.DrawFn, policy: str = "steal") -> PolicyRecord:
         first_ns=np.zeros(workers, dtype=np.int64),
         last_ns=last,
         records=records,
+        planned_ns=planned,
+        timing=draw(timings()),
     )
+
+
+@st.composite
+def timings(draw: st.DrawFn) -> Timing | None:
+    """Of a launch that nobody timed, or each time known or not."""
+    some = st.sampled_from([ABSENT, 0, 3, 12_345])
+    return draw(st.one_of(st.none(), st.builds(Timing, *[some] * len(fields(Timing)))))
 
 
 def busy_by_hand(run: PolicyRecord, worker: int, low: int, high: int) -> int:
@@ -189,6 +205,43 @@ def test_counts(run: PolicyRecord) -> None:
             ((records["stage"] == s) & (waits >= 500)).sum() for s in range(3)
         )
         assert summary.longest_wait_ns == waits.max()
+        assert summary.worker_wait is not None
+        for worker in range(run.workers):
+            alone, reached = 0, 0
+            for task in records[records["worker"] == worker]:
+                since = max(int(task["wait_ns"]), reached)
+                alone += max(0, int(task["compute_ns"]) - since)
+                reached = max(reached, int(task["end_ns"]))
+            # A moment is in a task or in a wait, or else it would be there twice.
+            assert summary.worker_wait[worker] * run.makespan_ns == pytest.approx(alone)
+
+
+@given(run=launches())
+def test_waits_for_others_are_those_before_they_had_ended(run: PolicyRecord) -> None:
+    blocked = summarise(profile_of(run), run).blocked_ns
+    if (run.records["wait_ns"] == ABSENT).all():
+        assert blocked is None
+        return
+    total = 0
+    for task in run.records[run.records["stage"] == 1]:
+        same = (run.records["stage"] == 0) & (run.records["group"] == task["group"])
+        ready = int(run.records["end_ns"][same].max(initial=0))
+        total += max(0, min(ready, int(task["compute_ns"])) - int(task["wait_ns"]))
+    assert blocked == total
+
+
+@given(run=launches())
+def test_planning_and_what_is_around_a_launch_are_said_or_unknown(run: PolicyRecord) -> None:
+    summary = summarise(profile_of(run), run)
+    took = [int(n) for n in (run.planned_ns if run.planned_ns is not None else []) if n >= 0]
+    expected = (round(float(np.median(took))), max(took)) if took else None
+    assert summary.planning_ns == expected
+    if run.timing is None:
+        assert summary.timing is None
+        return
+    assert summary.timing is not None
+    for name, value in summary.timing.items():
+        assert value == (None if getattr(run.timing, name) == ABSENT else getattr(run.timing, name))
 
 
 @given(run=launches())
@@ -306,6 +359,17 @@ def test_simulated_records_are_the_simulation_s_own_numbers(
     summary = summarise(profile, run)
     assert summary.tasks == result.tasks
     assert summary.steals == result.steals
+    timing = summary.timing
+    assert timing is not None
+    assert timing["call_ns"] == pytest.approx(1e3 * result.time_us, abs=1)
+    if work.kernel.many:
+        # Sort, tasks and combine are the whole of it.
+        parts = (timing["sort_ns"], summary.makespan_ns, timing["combine_ns"])
+        assert sum(part or 0 for part in parts) == pytest.approx(1e3 * result.makespan_us, abs=3)
+        assert all(parts)
+    else:
+        assert timing["sort_ns"] is timing["combine_ns"] is None
+    assert timing["recorded_call_ns"] is None
     assert summary.makespan_ns == pytest.approx(1e3 * result.experts_us, abs=2)
     assert summary.read_bytes == result.read_bytes
     assert summary.least_bytes == result.least_bytes
@@ -355,6 +419,8 @@ def test_a_file_holds_all_of_it(
     assert again.expert_tokens.tolist() == profile.expert_tokens.tolist()
     for run, before in zip(again.runs, profile.runs, strict=True):
         assert (run.records == before.records).all()
+        assert (run.planned_ns is None) == (before.planned_ns is None)
+        assert run.timing == before.timing
         assert summarise(again, run) == summarise(profile, before)
     assert [run.policy for run in again.only(("counter",)).runs] == ["counter"]
     with pytest.raises(ValueError, match="'window' is not recorded, only steal, counter"):
@@ -410,6 +476,13 @@ def test_records_that_contradict_themselves_are_refused(
         ({"first_ns": np.zeros(3, np.int64)}, "first_ns must be int64 [2]"),
         ({"last_ns": np.full(2, 101)}, "last_ns must be -1 .. 100"),
         ({"records": np.zeros(2, TRACE_DTYPE)}, "records must be a row of RECORD_DTYPE"),
+        ({"planned_ns": np.zeros(3, np.int64)}, "planned_ns must be int64 [2]"),
+        ({"planned_ns": np.array([0, 101])}, "planned_ns must be -1 .. 100"),
+        ({"planned_ns": np.array([11, 0])}, "planned_ns must not be after compute_ns: record 0"),
+        (
+            {"planned_ns": np.array([1, 1]), "first_ns": np.array([0, 2])},
+            "planned_ns must not be before first_ns: worker 1",
+        ),
     ],
 )
 def test_launches_that_contradict_themselves_are_refused(
@@ -418,6 +491,13 @@ def test_launches_that_contradict_themselves_are_refused(
     right = one_run(two_records(), 100, workers=2)
     with pytest.raises(ValueError, match=re.escape(message)):
         replace(right, **change)
+
+
+@pytest.mark.parametrize("value", [-2, 1 << 50, 1.0, True, "3"])
+@pytest.mark.parametrize("name", [field.name for field in fields(Timing)])
+def test_times_that_are_none_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be -1 .. "):
+        Timing(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -484,7 +564,8 @@ def test_a_damaged_file_is_refused_or_whole(saved: bytes, data: st.DataObject) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "format must be 1, got 99"),
+        ({"format": 99}, "format must be 2, got 99"),
+        ({"format": 1}, "format must be 2, got 1"),
         ({"title": 3}, "title must be text"),
         ({"stages": []}, "stages must be gate_up and down"),
         ({"producer": "x"}, "producer must be"),
@@ -511,6 +592,12 @@ def test_headers_that_are_wrong_are_refused(
 @settings(max_examples=40)
 def test_chrome_events_are_the_records(one: PolicyRecord, two: PolicyRecord) -> None:
     profile = profile_of(one, two, producer="simulated")
+    known = [run.timing for run in profile.runs if run.timing is not None]
+    origin = max([0, *(timing.sort_ns for timing in known)])
+
+    def moment(ts: float) -> int:
+        return round(ts * 1000) - origin
+
     document = json.loads(chrome_trace(profile, {"note": "kept"}))
     assert document["otherData"]["note"] == "kept"
     assert "PREDICTED" in document["otherData"]["what"]
@@ -522,17 +609,27 @@ def test_chrome_events_are_the_records(one: PolicyRecord, two: PolicyRecord) -> 
     for pid, run in enumerate((one, two), start=1):
         mine = [event for event in events if event["pid"] == pid]
         tracks = {e["tid"]: e["args"]["name"] for e in mine if e["name"] == "thread_name"}
-        assert set(tracks) == set(range(run.workers))
+        assert set(tracks) - {run.workers} == set(range(run.workers))
+        assert tracks.get(run.workers, "launches of the call") == "launches of the call"
         process = next(e["args"]["name"] for e in mine if e["name"] == "process_name")
         assert process.startswith(f"predicted: {run.policy} (")
         tasks = [e for e in mine if e["ph"] == "X" and e["cat"].split(",")[0] in STAGES]
+        # A task's slice ends where the worker's next one begins.
+        until = run.records["end_ns"].tolist()
+        following: dict[int, int] = {}
+        for number in reversed(range(len(until))):
+            worker = int(run.records["worker"][number])
+            if worker in following:
+                later = int(run.records["compute_ns"][following[worker]])
+                until[number] = min(until[number], later)
+            following[worker] = number
         drawn = sorted(
             (
                 *(event["tid"], event["cat"].split(",")[0]),
                 *(event["args"][name] for name in ("expert", "group", "chunk", "part", "sm")),
                 event["args"].get("stolen_from", ABSENT),
                 *(event["args"].get(name, ABSENT) for name in MOMENTS),
-                *(round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)),
+                *(moment(event["ts"]), moment(event["ts"] + event["dur"])),
             )
             for event in tasks
         )
@@ -541,14 +638,69 @@ def test_chrome_events_are_the_records(one: PolicyRecord, two: PolicyRecord) -> 
                 *(int(r["worker"]), STAGES[r["stage"]]),
                 *(int(r[name]) for name in ("expert", "group", "chunk", "part", "sm", "victim")),
                 *(int(r[name]) for name in MOMENTS),
-                *(int(r["compute_ns"]), int(r["end_ns"])),
+                *(int(r["compute_ns"]), until[number]),
             )
-            for r in run.records
+            for number, r in enumerate(run.records)
         )
         assert drawn == expected
-        waits = run.records[run.records["wait_ns"] != ABSENT]
-        long = (waits["compute_ns"] - waits["wait_ns"]) >= 500
-        assert sum(e.get("cat") == "wait" for e in mine) == long.sum()
+        waits = [e for e in mine if e.get("cat") == "wait"]
+        assert all(e["dur"] >= 0.5 for e in waits)
+        began = (moment(e["ts"] + e["dur"]) for e in waits)
+        long = run.records["compute_ns"] - run.records["wait_ns"] >= 500
+        waited = run.records["compute_ns"][long & (run.records["wait_ns"] != ABSENT)]
+        assert set(began) <= set(waited.tolist())
+        plans = [e for e in mine if e.get("cat") == "plan"]
+        planned = np.zeros(0) if run.planned_ns is None else run.planned_ns
+        assert [(e["tid"], moment(e["ts"] + e["dur"])) for e in sorted(plans, key=tid_of)] == [
+            (worker, int(n)) for worker, n in enumerate(planned) if n > 0
+        ]
+
+
+def tid_of(event: dict[str, Any]) -> int:
+    tid: int = event["tid"]
+    return tid
+
+
+@given(one=launches("steal"), two=launches("counter"))
+@settings(max_examples=60)
+def test_slices_of_a_track_nest_or_follow_each_other(one: PolicyRecord, two: PolicyRecord) -> None:
+    """Viewers drop what crosses another slice's end."""
+    events = json.loads(chrome_trace(profile_of(one, two), {}))["traceEvents"]
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            span = (round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000))
+            tracks.setdefault((event["pid"], event["tid"]), []).append(span)
+    for spans in tracks.values():
+        for (a, b), (c, d) in itertools.combinations(spans, 2):
+            inside = (a <= c and d <= b) or (c <= a and b <= d)
+            assert inside or b <= c or d <= a, (a, b, c, d)
+
+
+@given(run=launches(), other=launches("counter"))
+def test_launches_around_this_one_have_a_track_of_their_own(
+    run: PolicyRecord, other: PolicyRecord
+) -> None:
+    document = json.loads(chrome_trace(profile_of(run, other), {}))
+    known = [one.timing for one in (run, other) if one.timing is not None]
+    origin = max([0, *(timing.sort_ns for timing in known)])
+    for pid, one in enumerate((run, other), start=1):
+        found = [
+            (e["name"], round(1000 * e["ts"]) - origin, round(1000 * e["dur"]))
+            for e in document["traceEvents"]
+            if e.get("cat") == "launch" and e["pid"] == pid
+        ]
+        timing = one.timing
+        if timing is None or timing.sort_ns == timing.combine_ns == ABSENT:
+            assert found == []
+            continue
+        want = [("gate_up and down", 0, one.makespan_ns)]
+        if timing.sort_ns > 0:
+            want.append(("sort", -timing.sort_ns, timing.sort_ns))
+        if timing.combine_ns > 0:
+            want.append(("combine", one.makespan_ns, timing.combine_ns))
+        assert sorted(found) == sorted(want)
 
 
 @given(run=launches())
@@ -581,6 +733,12 @@ def test_loads_and_stores_are_drawn_where_they_are_recorded() -> None:
     assert [(e["ts"], e["dur"]) for e in store] == [(0.065, 0.005)]
     load = [e for e in events if e.get("cat") == "load"]
     assert [(e["ph"], e["ts"]) for e in load] == [("b", 0.05), ("e", 0.06)]
+    # Stores that go on beside the worker's next task are slices of their own.
+    records["store_ns"][0], records["end_ns"][0] = 35, 66
+    events = json.loads(chrome_trace(profile_of(one_run(records, 100, 2)), {}))["traceEvents"]
+    store = [e for e in events if e.get("cat") == "store"]
+    drawn = [(e["ph"], e["ts"], round(e.get("dur", 0), 3)) for e in store]
+    assert drawn == [("X", 0.035, 0.025), ("b", 0.06, 0), ("X", 0.065, 0.005), ("e", 0.066, 0)]
 
 
 # The picture and the page
@@ -707,7 +865,8 @@ def test_what_was_not_recorded_is_said_and_what_is_predicted_too() -> None:
         assert ("<title>Predicted: " in page) == (producer == "simulated")
         assert "claim_ns, wait_ns, load_ns, store_ns: absent" in page
         table = table_of(page)
-        assert table["dependency waits"] == ["not recorded"]
+        waits = "waits before tasks" if producer == "gpu" else "dependency waits"
+        assert table[waits] == ["not recorded"]
         assert table["weights read, over the least"] == ["not recorded"]
         assert table["thefts / looks"] == ["0 / not known"]
     full = two_records()
@@ -758,7 +917,7 @@ def test_the_cpu_engine_is_recorded_and_read_again(tmp_path: Path) -> None:
     result = call(*tokens, "--policy", "auto,steal,window", "--out", str(out))
     assert result.exit_code == 0, result.output
     words = " ".join(result.output.split())
-    assert "the GPU kernel does not record its tasks yet" in words
+    assert "with a Hopper GPU, --backend cuda records" in words
     assert "load_ns, store_ns: not recorded" in words
     assert "PREDICTED" not in words
     assert {path.name for path in out.iterdir()} == FILES
@@ -806,7 +965,7 @@ def test_a_record_made_elsewhere_is_reported(tmp_path: Path) -> None:
     [
         (
             ["--backend", "cuda"],
-            "the GPU kernel does not record its tasks yet: --simulate predicts",
+            "--simulate predicts its records, and --backend host records the CPU engine",
         ),
         (["--from", "x.npz", "--tokens", "3"], "leave out --tokens"),
         (["--from", "x.npz", "--simulate"], "leave out --simulate"),

@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from test_profile_gpu import LAYER, FakeGpu
 from weave_moe.cli import cli
 from weave_moe.profile import load_profile, save_profile
 from weave_moe.profile.measures import summarise
@@ -221,6 +222,30 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the GPU kernel's records look like: of one launch, each block planning for itself."""
+    return on_a_gpu(tmp_path_factory.mktemp("gpu"), "40")
+
+
+@pytest.fixture(scope="module")
+def on_gpu_many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of many tokens: between a sort and a combine."""
+    return on_a_gpu(tmp_path_factory.mktemp("many"), "300")
+
+
+def on_a_gpu(folder: Path, tokens: str) -> Path:
+    config = folder / "config.json"
+    config.write_text(json.dumps(LAYER))
+    with pytest.MonkeyPatch.context() as patch:
+        FakeGpu().install(patch)
+        return made(
+            folder,
+            *("--config", str(config), "--tokens", tokens, "--routing", "zipf"),
+            *("--policy", "window,static_expert"),
+        )
+
+
 def made(folder: Path, *arguments: str) -> Path:
     pytest.importorskip("jinja2")
     result = CliRunner().invoke(cli, ["profile", "--out", str(folder), *arguments])
@@ -233,11 +258,12 @@ def colours_of(pixels: np.ndarray[Any, Any]) -> set[tuple[int, ...]]:
     return {tuple(int(v) for v in colour) for colour, n in zip(found, counts, strict=True) if n > 9}
 
 
+PLANNING = (0xB9, 0xA6, 0xD6)
 GATE_UP, DOWN, COMBINE = (0x3F, 0x6F, 0xB5), (0xE3, 0x9A, 0x3B), (0x4F, 0x9D, 0x69)
 STOLEN, OWN = (0xC2, 0x18, 0x5B), (0x9D, 0xB3, 0xD1)
 
 
-@pytest.mark.parametrize("which", ["predicted", "recorded"])
+@pytest.mark.parametrize("which", ["predicted", "recorded", "on_gpu", "on_gpu_many"])
 def test_it_renders_without_a_word_and_without_a_network(
     browser: Browser, which: str, request: pytest.FixtureRequest
 ) -> None:
@@ -255,7 +281,10 @@ def test_it_renders_without_a_word_and_without_a_network(
     label = browser.run("document.getElementById('producer').textContent")
     assert ("PREDICTED" in label) == (which == "predicted")
     assert browser.run("document.title.startsWith('Predicted')") == (which == "predicted")
-    assert "load_ns, store_ns" in browser.run("document.getElementById('absent').textContent")
+    if which in ("predicted", "recorded"):
+        assert "load_ns, store_ns" in browser.run("document.getElementById('absent').textContent")
+    else:
+        assert browser.run("document.getElementById('absent')") is None
     assert {GATE_UP, DOWN} <= colours_of(browser.pixels("#timeline-a"))
     for canvas in ("#timeline-a", "#wave", "#workers", "#experts", "#waves button canvas"):
         assert len(colours_of(browser.pixels(canvas))) > 2, canvas
@@ -418,6 +447,49 @@ def test_pointing_at_a_task_tells_about_it(browser: Browser, predicted: Path) ->
     assert f"group {task['group']}, chunk {task['chunk']}" in text
     browser.mouse("mouseMoved", 5, 5)
     assert browser.run("document.getElementById('tip').hidden")
+
+
+def test_planning_is_drawn_where_each_block_plans(
+    browser: Browser, on_gpu: Path, on_gpu_many: Path
+) -> None:
+    browser.open(on_gpu / "profile.html")
+    pixels = browser.pixels("#timeline-a")
+    assert PLANNING in colours_of(pixels)
+    run = load_profile(on_gpu / "profile.npz").runs[0]
+    assert run.planned_ns is not None
+    # From the left edge until the plan is there, and not beyond.
+    columns = np.flatnonzero((pixels == PLANNING).all(axis=2).any(axis=0))
+    scale = (pixels.shape[1] - 46) / float(browser.state()["to"])
+    assert columns.min() == pytest.approx(46 + run.first_ns.min() * scale, abs=2)
+    assert columns.max() == pytest.approx(46 + run.planned_ns.max() * scale, abs=2)
+    assert "planning" in browser.run("document.getElementById('legend').textContent")
+    waits = "waiting for other tasks or first weights"
+    assert waits in browser.run("document.getElementById('legend').textContent")
+    assert "sort" not in browser.run("document.getElementById('caption-a').textContent")
+    browser.open(on_gpu_many / "profile.html")
+    assert PLANNING not in colours_of(browser.pixels("#timeline-a"))
+    assert "planning" not in browser.run("document.getElementById('legend').textContent")
+    caption = browser.run("document.getElementById('caption-a').textContent")
+    assert "before it, combine" in caption
+
+
+def test_pointing_at_a_task_of_a_gpu_tells_its_loads_and_stores(
+    browser: Browser, on_gpu: Path
+) -> None:
+    browser.open(on_gpu / "profile.html")
+    run = load_profile(on_gpu / "profile.npz").runs[0]
+    tiles = run.records[run.records["stage"] < 2]
+    task = tiles[np.argmax(tiles["end_ns"] - tiles["compute_ns"])]
+    x, y, width, _ = browser.box("#timeline-a")
+    row = max(2, min(22, 460 // run.workers))
+    middle = int(task["compute_ns"]) + 0.3 * int(task["end_ns"] - task["compute_ns"])
+    at = x + 46 + (width - 46) * middle / float(browser.state()["to"])
+    browser.mouse("mouseMoved", at, y + (int(task["worker"]) + 0.5) * row)
+    text = browser.run("document.getElementById('tip').textContent")
+    assert f"on SM {task['sm']}" in text
+    assert "weights asked for at" in text
+    assert "of it storing" in text
+    browser.mouse("mouseMoved", 5, 5)
 
 
 def test_experts_can_be_sorted(browser: Browser, predicted: Path) -> None:

@@ -6,6 +6,7 @@ from .records import (
     RECORD_DTYPE,
     PolicyRecord,
     Profile,
+    Timing,
     load_profile,
     save_profile,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "RECORD_DTYPE",
     "PolicyRecord",
     "Profile",
+    "Timing",
     "load_profile",
     "save_profile",
 ]

@@ -19,6 +19,7 @@ from ..run.compare import (
     cores,
     one_torch_thread,
     parse_policies,
+    uses_gpu,
 )
 from ..run.errors import InputError
 from ..run.files import check_folder, write_files
@@ -33,15 +34,14 @@ from .producers import from_run, from_simulated, tokens_of_experts
 from .records import PRODUCERS, PolicyRecord, Profile, load_profile, save_profile
 from .report import html_report
 
-__all__ = ["MOST_TASKS", "NO_GPU_RECORD", "ProfileOptions", "profile_command"]
+__all__ = ["MOST_TASKS", "ProfileOptions", "profile_command"]
 
 REPORT, TRACE, PICTURE, RECORDS = "profile.html", "profile.json", "profile.png", "profile.npz"
 MOST_TASKS = 1_000_000
 """Tasks of all policies together; beyond it neither the report nor the trace would open."""
 
-NO_GPU_RECORD = (
-    "the GPU kernel does not record its tasks yet: --simulate predicts them, and without it the "
-    "CPU engine records its own"
+ON_A_GPU = (
+    "of threads of the CPU engine; with a Hopper GPU, --backend cuda records the kernel's own tasks"
 )
 
 
@@ -91,8 +91,9 @@ def profile_command(options: ProfileOptions) -> int:
         elif options.simulate:
             profile = _simulated(options, wanted, step)
         else:
-            profile, check, right = _recorded(options, wanted, step)
-            if not right:
+            engine = _on_gpu if _engine(options) == "cuda" else _recorded
+            profile, check = engine(options, wanted, step)
+            if not check["agrees"]:
                 reporter.stop()
                 return _wrong(reporter, profile, check, options)
         if profile.tasks > MOST_TASKS:
@@ -129,8 +130,16 @@ def _check_options(options: ProfileOptions) -> None:
     other = given(_OF_SIMULATION)
     if other is not None:
         raise InputError(f"--{other} belongs to --simulate")
-    if options.backend == "cuda":
-        raise InputError(f"--backend cuda: {NO_GPU_RECORD}")
+    if options.backend == "cuda" and options.workers is not None:
+        raise InputError("--workers belongs to the CPU engine: a GPU has a worker an SM")
+
+
+def _engine(options: ProfileOptions) -> str:
+    """What records: the kernel where it runs, unless an option is for the CPU engine only."""
+    if options.backend is not None:
+        return options.backend
+    only_cpu = options.workers is not None or options.dtype == "float32"
+    return "cuda" if uses_gpu("auto") and not only_cpu else "host"
 
 
 def _run_options(options: ProfileOptions) -> RunOptions:
@@ -155,9 +164,25 @@ def _read(source: Path, policies: tuple[str, ...] | None) -> Profile:
         raise InputError(f"--from: {error}") from error
 
 
+def _on_gpu(
+    options: ProfileOptions, policies: tuple[str, ...], step: Step
+) -> tuple[Profile, dict[str, Any]]:
+    from .gpu import gpu_layer, record, the_gpu
+
+    gpu = the_gpu()
+    step("routing")
+    asked = _run_options(options)
+    request = prepare(asked, gpu_layer)
+    found = record(request, policies, gpu, seed=asked.seed, step=step)
+    gated = request.preset.shape(request.dtype).gated
+    notes = [*request.notes, *found.notes]
+    profile = _profile("gpu", request, found.machine, found.stages, gated, notes, found.runs)
+    return profile, found.check
+
+
 def _recorded(
     options: ProfileOptions, policies: tuple[str, ...], step: Step
-) -> tuple[Profile, dict[str, Any], bool]:
+) -> tuple[Profile, dict[str, Any]]:
     step("routing")
     asked = _run_options(options)
     request = prepare(asked)
@@ -182,7 +207,7 @@ def _recorded(
         f"CPU engine: {result.workers} workers, a thread each, on {have} "
         f"core{'s' if have > 1 else ''}"
     )
-    notes = [*request.notes, NO_GPU_RECORD]
+    notes = [*request.notes, ON_A_GPU]
     if result.workers > have:
         notes.append("threads take turns on the cores: a task is long where its thread waited")
     notes.append("times are CPU time of plain loops, no evidence of speed")
@@ -193,7 +218,7 @@ def _recorded(
         "max_row_error": result.error if np.isfinite(result.error) else None,
         "allowed": result.limit,
     }
-    return profile, check, result.agrees
+    return profile, check
 
 
 def _simulated(options: ProfileOptions, policies: tuple[str, ...], step: Step) -> Profile:
@@ -218,7 +243,7 @@ def _simulated(options: ProfileOptions, policies: tuple[str, ...], step: Step) -
         raise InputError(str(error)) from error
     notes = [
         *request.notes,
-        "predicted, nothing was run; the GPU kernel does not record its tasks yet",
+        "predicted, nothing was run",
         f"error of simulated times: {error_line(machine, request.routed.tokens, policies, held)}",
         "time in a task includes waiting for its own weights",
     ]
@@ -333,11 +358,29 @@ def _print(
     reporter.out.print(_table(summaries))
     reporter.line("", "tail: fewer than half of the workers busy; weights: asked for by tasks, and")
     reporter.line("", "read from device memory, over the least (- where that is not known)")
+    for s in summaries:
+        if s.timing is not None and s.timing["recorded_call_ns"] is not None:
+            reporter.line("recording" if s is summaries[0] else "", _cost(s.policy, s.timing))
     reporter.blank()
     labels = {REPORT: "report", TRACE: "trace", PICTURE: "heat map", RECORDS: "records"}
     for path in sorted(written, key=lambda path: list(labels).index(path.name)):
         where = " (open in https://ui.perfetto.dev)" if path.name == TRACE else ""
         reporter.line(labels[path.name], f"{path}{where}")
+
+
+def _cost(policy: str, timing: dict[str, int | None]) -> str:
+    """What recording adds, measured."""
+    parts = []
+    for name, what in (("launch_ns", "the launch"), ("call_ns", "the whole call")):
+        plain, recorded = timing[name], timing[f"recorded_{name}"]
+        if plain is not None and recorded is not None:
+            more = recorded / max(1, plain) - 1
+            parts.append(f"{what} {nanoseconds(plain)}, {more:+.1%} when recorded")
+    for name in ("sort", "combine"):
+        alone = timing[f"{name}_ns"]
+        if alone is not None:
+            parts.append(f"{name} {nanoseconds(alone)}")
+    return f"{policy}: {'; '.join(parts)}"
 
 
 def _table(summaries: tuple[Summary, ...]) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,12 @@ class Summary:
     asked_bytes: weights that the tasks ask for, each task once.  least_bytes: each active expert's
     weights once.  read_bytes: from device memory.
     stage_end_ns: when the last task of each stage ended, None for a stage without tasks.
-    worker_busy, worker_wait: [workers] shares of the makespan.  worker_tasks, worker_stolen,
+    blocked_ns: of the waits of down tasks, what was over before the last gate_up task of the
+    group had ended: the rest they waited for their own weights.
+    planning_ns: each worker's from its arrival on, median and longest.
+    timing: as `Timing` has it; None as a whole where there is none.
+    worker_busy, worker_wait: [workers] shares of the makespan; a wait beside a task that was not
+    over yet does not count.  worker_tasks, worker_stolen,
     worker_robbed: [workers] tasks run, thefts by it, thefts from it.
     """
 
@@ -61,6 +66,9 @@ class Summary:
     least_bytes: int
     read_bytes: int | None
     stage_end_ns: tuple[int | None, int | None, int | None]
+    blocked_ns: int | None
+    planning_ns: tuple[int, int] | None
+    timing: dict[str, int | None] | None
     worker_busy: tuple[float, ...]
     worker_wait: tuple[float, ...] | None
     worker_tasks: tuple[int, ...]
@@ -75,18 +83,25 @@ def busy_spans(run: PolicyRecord) -> tuple[Any, Any, Any]:
     two warpgroups share tasks, its span begins at that end.
     """
     records = run.records
-    order = np.lexsort((records["compute_ns"], records["worker"]))
+    order, earlier = _in_turn(run)
     worker = records["worker"][order].astype(np.int64)
-    start, end = records["compute_ns"][order].copy(), records["end_ns"][order].copy()
-    if len(worker):
-        # Offsets keep the workers apart in one running maximum.
-        apart = worker * (run.makespan_ns + 1)
-        reached = np.maximum.accumulate(end + apart) - apart
-        earlier = np.concatenate([[0], reached[:-1]])
-        earlier[np.flatnonzero(np.diff(worker)) + 1] = 0
-        start = np.maximum(start, earlier)
-        end = np.maximum(end, start)  # nothing is left of a task that lies within another
-    return worker, start, end
+    start = np.maximum(records["compute_ns"][order], earlier)
+    # Nothing is left of a task that lies within another.
+    return worker, start, np.maximum(records["end_ns"][order], start)
+
+
+def _in_turn(run: PolicyRecord) -> tuple[Any, Any]:
+    """The order of records by worker, then by time; and for each until when, at most, the worker
+    was in tasks before it."""
+    records = run.records
+    order = np.lexsort((records["compute_ns"], records["worker"]))
+    worker, end = records["worker"][order].astype(np.int64), records["end_ns"][order]
+    # Offsets keep the workers apart in one running maximum.
+    apart = worker * (run.makespan_ns + 1)
+    reached = np.maximum.accumulate(end + apart) - apart
+    earlier = np.concatenate([np.zeros(1, np.int64), reached])[: len(order)]
+    earlier[np.flatnonzero(np.diff(worker)) + 1] = 0
+    return order, earlier
 
 
 def busy_grid(run: PolicyRecord, bins: int, end_ns: int) -> Floats:
@@ -161,7 +176,9 @@ def summarise(profile: Profile, run: PolicyRecord) -> Summary:
         int(records["end_ns"][stage == s].max()) if by_stage[s] else None
         for s in range(len(STAGES))
     ]
-    per_wait = np.bincount(records["worker"], weights=waited, minlength=run.workers) / span
+    order, earlier = _in_turn(run)
+    alone = np.minimum(waited[order], np.maximum(0, records["compute_ns"][order] - earlier))
+    per_wait = np.bincount(records["worker"][order], weights=alone, minlength=run.workers) / span
 
     def counted(column: npt.NDArray[Any]) -> tuple[int, ...]:
         return tuple(int(n) for n in np.bincount(column, minlength=run.workers))
@@ -186,12 +203,39 @@ def summarise(profile: Profile, run: PolicyRecord) -> Summary:
         least_bytes=least_bytes(profile),
         read_bytes=None if run.read_bytes == ABSENT else run.read_bytes,
         stage_end_ns=(ends[0], ends[1], ends[2]),
+        blocked_ns=_blocked(run) if known else None,
+        planning_ns=_planning(run),
+        timing=None
+        if run.timing is None
+        else {name: None if ns == ABSENT else ns for name, ns in asdict(run.timing).items()},
         worker_busy=tuple(float(share) for share in busy / span),
         worker_wait=tuple(float(share) for share in per_wait) if known else None,
         worker_tasks=counted(records["worker"]),
         worker_stolen=counted(stolen["worker"]),
         worker_robbed=counted(stolen["victim"]),
     )
+
+
+def _blocked(run: PolicyRecord) -> int:
+    """Waits of down tasks until the last gate_up task of their group had ended."""
+    records = run.records
+    up, down = records[records["stage"] == 0], records[records["stage"] == 1]
+    down = down[down["wait_ns"] != ABSENT]
+    groups, number = np.unique(np.append(up["group"], down["group"]), return_inverse=True)
+    ready = np.zeros(len(groups), dtype=np.int64)
+    np.maximum.at(ready, number[: len(up)], up["end_ns"])
+    until = np.minimum(ready[number[len(up) :]], down["compute_ns"])
+    return int(np.maximum(0, until - down["wait_ns"]).sum())
+
+
+def _planning(run: PolicyRecord) -> tuple[int, int] | None:
+    if run.planned_ns is None:
+        return None
+    did = (run.planned_ns != ABSENT) & (run.first_ns != ABSENT)
+    if not did.any():
+        return None
+    took = (run.planned_ns - run.first_ns)[did]
+    return round(float(np.median(took))), int(took.max())
 
 
 def _tail(run: PolicyRecord, start: npt.NDArray[Any], end: npt.NDArray[Any]) -> int:

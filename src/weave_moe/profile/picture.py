@@ -8,6 +8,7 @@ import warnings
 
 from .measures import Summary, busy_grid
 from .records import Profile
+from .report import beside_line
 
 __all__ = ["heat_map"]
 
@@ -75,9 +76,11 @@ def heat_map(profile: Profile, summaries: tuple[Summary, ...]) -> bytes | None:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         axes.set_title(run.policy, loc="left", fontsize=10, fontweight="bold", pad=4)
+        beside = beside_line(run)
         axes.set_title(
             f"{summary.tasks:,} tasks · {summary.steals:,} stolen · "
-            f"busy {summary.busy_share:.1%} · tail gap {summary.tail_gap_ns / unit:.2f} {name}",
+            f"busy {summary.busy_share:.1%} · tail gap {summary.tail_gap_ns / unit:.2f} {name}"
+            + (f" · {beside}" if beside else ""),
             loc="right",
             fontsize=8.5,
             color="#555b66",

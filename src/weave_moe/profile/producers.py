@@ -1,20 +1,22 @@
-"""Who makes records: the CPU engine and the simulator, each by way of the traces it has already.
+"""Who makes records: the CPU engine, the GPU kernel and the simulator, each from its own trace.
 
-Another producer needs a function like these two and nothing else: it hands over `PolicyRecord`s.
+Another producer needs a function like these and nothing else: it hands over `PolicyRecord`s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..host.stats import RunStats, WorkerStats
+from ..host.stats import STAGES, RunStats, WorkerStats
 from ..simulate import Simulated
-from .records import ABSENT, RECORD_DTYPE, PolicyRecord, Records
+from .records import ABSENT, RECORD_DTYPE, Moments, PolicyRecord, Records, Timing
 
-__all__ = ["from_run", "from_simulated", "tokens_of_experts"]
+__all__ = ["Blocks", "from_gpu", "from_run", "from_simulated", "tokens_of_experts"]
 
 
 def tokens_of_experts(topk_ids: Any, experts: int) -> npt.NDArray[np.int64]:
@@ -65,6 +67,10 @@ def from_simulated(result: Simulated) -> PolicyRecord:
     records["sm"] = np.where(records["worker"] < at_once, records["worker"], ABSENT)
     last_ns = _moments(there, "last_ns", workers, begin)
     last = max(gone - begin, int(records["end_ns"].max(initial=0)))
+    timing = Timing(call_ns=round(1e3 * result.time_us))
+    if not (records["stage"] == 2).any():  # launches of their own
+        after = round(1e3 * result.makespan_us) - gone
+        timing = replace(timing, sort_ns=begin, combine_ns=max(0, after))
     return PolicyRecord(
         policy=result.policy,
         workers=workers,
@@ -76,7 +82,97 @@ def from_simulated(result: Simulated) -> PolicyRecord:
         first_ns=_moments(there, "first_ns", workers, begin),
         last_ns=last_ns,
         records=records,
+        timing=timing,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The blocks of a launch on a GPU. [workers] int64 each, nanoseconds since the launch began.
+
+    first, last: arrival and departure.  planned: when it had made the plan; None where the launch
+    before this one made it, or nobody recorded it.
+    looks: for something to steal, all blocks together; -1 if they were not counted.
+    """
+
+    first: Moments
+    last: Moments
+    planned: Moments | None = None
+    looks: int = ABSENT
+
+
+def from_gpu(
+    trace: npt.NDArray[Any],
+    policy: str,
+    *,
+    workers: int,
+    tasks: Sequence[int],
+    combine_tokens: int,
+    blocks: Blocks | None = None,
+    timing: Timing | None = None,
+) -> PolicyRecord:
+    """A launch of the GPU kernel, from `backends.cuda.take_trace`.
+
+    workers: blocks of the launch.  tasks: how many of gate_up, down and combine there must be.
+    combine_tokens: tokens of a combine task.  blocks: None where they were not recorded; arrivals
+    are then not known, and a block's departure is the end of its last task.
+
+    Raises ValueError where the trace is not one of that launch, whole and in order.
+    """
+    if trace.dtype.names != RECORD_DTYPE.names:
+        raise ValueError(f"trace must have the fields {', '.join(RECORD_DTYPE.names or ())}")
+    records = trace.astype(RECORD_DTYPE)
+    for number, (name, want) in enumerate(zip(STAGES, tasks, strict=True)):
+        mine = records[records["stage"] == number]
+        if len(mine) != want:
+            raise ValueError(f"trace must have {want:,} {name} tasks, got {len(mine):,}")
+        places = np.unique(mine[["group", "chunk", "part"]])
+        if number < 2 and len(places) != want:
+            raise ValueError(f"trace must have each {name} task once, got some of them twice")
+    combine = records["stage"] == 2
+    # The kernel notes the first token of a block of tokens.
+    records["chunk"][combine] //= combine_tokens
+    records = records[np.argsort(records["compute_ns"], kind="stable")]
+    # A block was there for its tasks: its arrival and departure are by the device's timer, which is
+    # coarser than the clock of the tasks.
+    claimed = np.full(workers, np.iinfo(np.int64).max)
+    np.minimum.at(claimed, records["worker"], records["claim_ns"])
+    ended = np.full(workers, ABSENT, dtype=np.int64)
+    np.maximum.at(ended, records["worker"], records["end_ns"])
+    if blocks is None:
+        blocks = Blocks(np.full(workers, ABSENT, dtype=np.int64), ended)
+    blocks = replace(
+        blocks,
+        first=np.minimum(blocks.first, claimed),
+        last=np.maximum(blocks.last, ended),
+    )
+    planned = blocks.planned
+    if planned is not None:
+        within = np.clip(planned, blocks.first, np.minimum(claimed, blocks.last))
+        planned = np.where(planned == ABSENT, ABSENT, within)
+    left = blocks.last[blocks.last != ABSENT]
+    return PolicyRecord(
+        policy=policy,
+        workers=workers,
+        seats=_seats(blocks) if (blocks.first != ABSENT).any() else workers,
+        makespan_ns=int(blocks.last.max(initial=0)),
+        tail_gap_ns=int(left.max() - left.min()) if len(left) else 0,
+        steal_attempts=blocks.looks,
+        read_bytes=ABSENT,
+        first_ns=blocks.first,
+        last_ns=blocks.last,
+        records=records,
+        planned_ns=planned,
+        timing=timing,
+    )
+
+
+def _seats(blocks: Blocks) -> int:
+    """The most blocks that were there at a time."""
+    came = blocks.first != ABSENT
+    first, last = np.sort(blocks.first[came]), np.sort(blocks.last[came])
+    # One that leaves at the moment at which another comes was there with it.
+    return int((np.arange(1, len(first) + 1) - np.searchsorted(last, first)).max())
 
 
 def _moments(

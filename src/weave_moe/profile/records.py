@@ -1,7 +1,7 @@
 """The record of a launch: one entry a task, whoever made it, in memory and in a file.
 
 Everything that is drawn or counted is drawn from these arrays, so an engine that fills them gets
-the whole report. The file is numpy's npz: a JSON header and, for each policy, three arrays.
+the whole report. The file is numpy's npz: a JSON header and, for each policy, three or four arrays.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import json
 import zipfile
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ __all__ = [
     "SHORTEST_WAIT_NS",
     "PolicyRecord",
     "Profile",
+    "Timing",
     "load_profile",
     "save_profile",
 ]
@@ -38,7 +39,7 @@ Moments = npt.NDArray[np.int64]
 ABSENT: Final = -1
 """In a record: not known, or not there (no expert of a combine task, no victim of an own task)."""
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the file."""
 
 PRODUCERS: Final = {
@@ -73,10 +74,11 @@ worker's own. A theft moves up to half a queue; its first task alone carries the
 
 Moments in nanoseconds since the launch began, -1 where nobody recorded them:
 claim_ns: the worker had the task.  wait_ns: it had nothing else to do before this task, and waited
-for what the task depends on; equal to compute_ns where it did not wait.  load_ns: the first of its
-weights were asked for.  compute_ns: what it depends on was there and work on it began (always
-recorded).  store_ns: its result was complete and was being written.  end_ns: others were told that
-it is finished (always recorded).
+for what the task depends on, on a GPU for the first of its weights too; equal to compute_ns where
+it did not wait.  load_ns: the first of its weights were asked for.  compute_ns: what it depends on
+was there and work on it began (always recorded).  store_ns: its result was complete and was being
+written.  end_ns: others were told that it is finished (always recorded). On a GPU a worker's next
+task may begin before that.
 """
 
 SHORTEST_WAIT_NS: Final = 500
@@ -87,6 +89,40 @@ _CORRUPT = (
     *(ValueError, KeyError, TypeError, AttributeError, OverflowError, EOFError, IndexError),
     RecursionError,
 )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a launch's own records cannot tell: what comes before and after it, and what recording
+    costs. Nanoseconds; -1: not known, or there is no such launch.
+
+    call_ns: the whole call where nothing is recorded, from one call to the next.
+    sort_ns: of the launch before this one, which sorts the tokens and gathers their rows.
+    combine_ns: of the launch after it.
+    launch_ns: this launch where nothing is recorded, from when its first worker knew the plan.
+    recorded_call_ns, recorded_launch_ns: the same two where tasks are recorded; the call includes
+    the clearing of the records' memory.
+    shortest_ns, longest_ns: makespans of the launches that were recorded, of which the one of
+    median length was kept.
+    launches: how many of them.
+
+    Raises ValueError for anything but whole numbers in range.
+    """
+
+    call_ns: int = ABSENT
+    sort_ns: int = ABSENT
+    combine_ns: int = ABSENT
+    launch_ns: int = ABSENT
+    recorded_call_ns: int = ABSENT
+    recorded_launch_ns: int = ABSENT
+    shortest_ns: int = ABSENT
+    longest_ns: int = ABSENT
+    launches: int = ABSENT
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if type(value) is not int or not ABSENT <= value < _LONGEST:
+                raise ValueError(f"{name} must be {ABSENT} .. {_LONGEST - 1}, got {value!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +136,9 @@ class PolicyRecord:
     were not counted.  read_bytes: weights read from device memory, -1 if that is not known.
     first_ns, last_ns: [workers] int64, arrival and departure of each, -1 for one that never came.
     records: [tasks] of `RECORD_DTYPE`, by compute_ns.
+    planned_ns: [workers] int64, when each had made the plan for itself, -1 for one that did not;
+    None where workers do not, or nobody recorded it.
+    timing: None where nothing around the launch was measured or predicted.
 
     Raises ValueError for anything that contradicts itself.
     """
@@ -114,6 +153,8 @@ class PolicyRecord:
     first_ns: Moments
     last_ns: Moments
     records: Records
+    planned_ns: Moments | None = None
+    timing: Timing | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
@@ -128,13 +169,20 @@ class PolicyRecord:
                 f"workers must be at most {1 << 20} and seats at most workers, "
                 f"got {self.workers} and {self.seats}"
             )
-        for name in ("first_ns", "last_ns"):
+        for name in ("first_ns", "last_ns", "planned_ns"):
             array = getattr(self, name)
+            if array is None and name == "planned_ns":
+                continue
             if array.shape != (self.workers,) or array.dtype != np.int64:
                 raise ValueError(
                     f"{name} must be int64 [{self.workers}], got {array.dtype} {array.shape}"
                 )
             _within(name, array, ABSENT, self.makespan_ns)
+        if self.planned_ns is not None:
+            early = (self.planned_ns != ABSENT) & (self.planned_ns < self.first_ns)
+            if early.any():
+                worker = int(np.flatnonzero(early)[0])
+                raise ValueError(f"planned_ns must not be before first_ns: worker {worker}")
         if self.records.dtype != RECORD_DTYPE or self.records.ndim != 1:
             raise ValueError(f"records must be a row of RECORD_DTYPE, got {self.records.dtype}")
         self._check_records()
@@ -166,6 +214,11 @@ class PolicyRecord:
             raise ValueError("victim must be another worker than the record's own")
         if (np.diff(records["compute_ns"]) < 0).any():
             raise ValueError("records must be in the order of compute_ns")
+        if self.planned_ns is not None:
+            late = self.planned_ns[records["worker"]] > records["compute_ns"]
+            if late.any():
+                at = int(np.flatnonzero(late)[0])
+                raise ValueError(f"planned_ns must not be after compute_ns: record {at}")
 
     @property
     def recorded(self) -> dict[str, bool]:
@@ -266,7 +319,11 @@ def save_profile(profile: Profile) -> bytes:
         "notes": list(profile.notes),
         "stages": [{name: getattr(s, name) for name in _STAGE} for s in profile.stages],
         "runs": [
-            {name: getattr(run, name) for name in (*_SCALARS, *_COUNTS)} for run in profile.runs
+            {
+                **{name: getattr(run, name) for name in (*_SCALARS, *_COUNTS)},
+                "timing": None if run.timing is None else asdict(run.timing),
+            }
+            for run in profile.runs
         ],
     }
     arrays: dict[str, npt.NDArray[Any]] = {
@@ -275,6 +332,8 @@ def save_profile(profile: Profile) -> bytes:
     }
     for number, run in enumerate(profile.runs):
         arrays.update({f"{name}_{number}": getattr(run, name) for name in _ARRAYS})
+        if run.planned_ns is not None:
+            arrays[f"planned_ns_{number}"] = run.planned_ns
     buffer = io.BytesIO()
     saving: Any = np.savez_compressed
     saving(buffer, **arrays)
@@ -307,6 +366,10 @@ def load_profile(path: str | Path) -> Profile:
         raise ValueError(f"{path}: {what}") from error
 
 
+def _timing(entry: dict[str, Any]) -> Timing:
+    return Timing(**{field.name: entry[field.name] for field in fields(Timing)})
+
+
 def _from_arrays(arrays: dict[str, npt.NDArray[Any]]) -> Profile:
     header = json.loads(str(arrays["header"]))
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -326,12 +389,15 @@ def _from_arrays(arrays: dict[str, npt.NDArray[Any]]) -> Profile:
         records = arrays[f"records_{number}"]
         if records.dtype.names != RECORD_DTYPE.names:
             raise ValueError(f"records must have the fields {', '.join(RECORD_DTYPE.names or ())}")
+        planned = arrays.get(f"planned_ns_{number}")
         runs.append(
             PolicyRecord(
                 **{name: entry[name] for name in (*_SCALARS, *_COUNTS)},
                 first_ns=arrays[f"first_ns_{number}"].astype(np.int64),
                 last_ns=arrays[f"last_ns_{number}"].astype(np.int64),
                 records=records.astype(RECORD_DTYPE),
+                planned_ns=None if planned is None else planned.astype(np.int64),
+                timing=None if entry["timing"] is None else _timing(entry["timing"]),
             )
         )
     return Profile(

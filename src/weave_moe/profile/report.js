@@ -43,7 +43,7 @@
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   let paint = {};
   function readColours() {
-    for (const name of ["ink", "faint", "line", "panel", "wait", "idle", "stolen", "own", ...data.stages])
+    for (const name of ["ink", "faint", "line", "panel", "wait", "plan", "idle", "stolen", "own", ...data.stages])
       paint[name] = style(name);
   }
   // Neighbouring experts get hues far apart.
@@ -107,6 +107,13 @@
     g.rect(GUTTER, 0, width - GUTTER, body);
     g.clip();
     const c = run.c, inset = row > 6 ? 1 : 0;
+    if (run.planned) {
+      g.fillStyle = paint.plan;
+      run.planned.forEach((until, w) => {
+        if (run.came[w] < 0 || until <= run.came[w]) return;
+        g.fillRect(X(run.came[w]), w * row + row * 0.2, X(until) - X(run.came[w]), Math.max(1, row * 0.6));
+      });
+    }
     const dots = window.devicePixelRatio || 1;
     let seen = 0, before = "";
     for (let i = 0; i < run.tasks; i++) {
@@ -312,7 +319,8 @@
       expert: [["linear-gradient(90deg, #c55, #5b5, #55c)", "an expert, a colour"], [paint.combine, "combine"]],
       stolen: [[paint.own, "own"], [paint.stolen, "stolen"]],
     }[state.colour];
-    $("legend").replaceChildren(...[...keys, [paint.wait, "waits for other tasks"]].map(([colour, text]) => {
+    const others = [[paint.wait, data.waits], ...(runs.some((run) => run.planned) ? [[paint.plan, "planning"]] : [])];
+    $("legend").replaceChildren(...[...keys, ...others].map(([colour, text]) => {
       const item = document.createElement("span"), swatch = document.createElement("i");
       swatch.className = "swatch";
       swatch.style.background = colour;
@@ -323,7 +331,8 @@
 
   const caption = (run) =>
     `${run.policy}: ${run.took}, ${run.tasks.toLocaleString("en")} tasks, ` +
-    `busy ${share(run.busy.reduce((a, b) => a + b, 0) / run.seats)}${data.predicted ? " (predicted)" : ""}`;
+    `busy ${share(run.busy.reduce((a, b) => a + b, 0) / run.seats)}${data.predicted ? " (predicted)" : ""}` +
+    (run.beside ? `; ${run.beside}` : "");
 
   function draw() {
     const run = runs[state.policy], other = runs[state.beside];
