@@ -256,11 +256,7 @@ struct Tile {
 };
 // Groups of an expert whose tiles are neighbours: as many tasks run at once as a GPU has SMs, and what they read between
 // them is least where they are about as many weight rows wide as they are tokens long.
-#ifndef WEAVE_TOGETHER
 constexpr u32 TOGETHER = 8;
-#else
-constexpr u32 TOGETHER = WEAVE_TOGETHER;
-#endif
 
 // The task at `index` of a stage with `chunks` chunks and `parts` K ranges a tile. Order: expert, block of TOGETHER groups,
 // chunk, group, K range. `groups[tile / chunks]` is some group of the tile's expert, because an expert's tiles number
