@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import io
 import logging
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +40,7 @@ from weave_moe import (
     backends,
     fused_experts,
     moe_layer,
+    ops,
     workspace_bytes,
 )
 from weave_moe.reference import moe_reference, shared_reference
@@ -524,28 +530,59 @@ class TestTheModule:
             losses.append(loss.item())
         assert losses[-1] < 0.7 * losses[0]
 
-    @pytest.mark.parametrize("shared", [0, 24])
-    def test_a_compiler_sees_one_operator(self, shared: int) -> None:
-        """Shared experts break the graph, where their weights' places in memory are looked at."""
-        torch._dynamo.reset()
-        shape = LayerShape(16, 8, 4, 2, "float32")
-        layer = MoELayer(shape, RoutingConfig(2), expert_bias=True, shared_intermediate=shared)
-        fast = torch.compile(layer, backend="eager", fullgraph=not shared)
-        with torch.no_grad():
-            for tokens in (3, 7):
-                x = torch.randn(tokens, 16)
-                assert torch.equal(fast(x), layer(x))
-                assert torch.equal(fast(x, residual=2 * x), layer(x, residual=2 * x))
+    @pytest.mark.parametrize("output", ["hidden", "weights", "logits"])
+    def test_logits_are_computed_outside_of_the_call_only_for_who_returns_them(
+        self, output: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """So that a GPU's kernel computes them wherever it can."""
+        seen: dict[str, Any] = {}
 
-    def test_a_workspace_is_refused_under_a_compiler(self) -> None:
-        torch._dynamo.reset()
-        shape = LayerShape(16, 8, 4, 2, "float32")
-        layer = MoELayer(shape, RoutingConfig(2), workspace=weave_moe.Workspace(2))
-        fast = torch.compile(layer, backend="eager", fullgraph=True)
-        # The compiler wraps what it finds raised.
-        errors = (ValueError, torch._dynamo.exc.Unsupported)
-        with torch.no_grad(), pytest.raises(errors, match="workspace must be None under"):
-            fast(torch.randn(3, 16))
+        def spy(*args: Any, **options: Any) -> Any:
+            seen.update(options)
+            return moe_layer(*args, **options)
+
+        monkeypatch.setattr("weave_moe.layer.moe_layer", spy)
+        layer = MoELayer(LayerShape(16, 8, 4, 2, "float32"), RoutingConfig(2), router_bias=True)
+        layer.parts, layer.drop_in = replace(layer.parts, output=output), True
+        x = torch.randn(5, 16)
+        with torch.no_grad():
+            got = layer(x)
+        if output == "logits":
+            want = x @ layer.gate.weight.T + layer.gate.bias
+            assert torch.allclose(seen["router_logits"], want, atol=1e-5)
+            assert torch.equal(got[1], seen["router_logits"])
+        else:
+            assert seen["router_weight"] is layer.gate.weight
+            assert seen["router_bias"] is layer.gate.bias
+        assert ("router_logits" in seen) == (output == "logits")
+        assert seen["return_routing"] == (output == "weights")
+
+    @pytest.mark.parametrize(
+        "move",
+        [
+            copy.deepcopy,
+            lambda layer: pickle.loads(pickle.dumps(layer)),
+            lambda layer: layer.to(torch.float64).to(torch.float32),
+            lambda layer: torch.nn.Sequential(layer).double().float()[0],
+            lambda layer: layer.to("meta").to_empty(device="cpu"),
+            lambda layer: layer.share_memory(),
+            lambda layer: assigned(layer, layer),
+            lambda layer: assigned(layer.to("meta"), _small_layer(seed=1)),
+        ],
+        ids=[
+            *("deepcopy", "pickle", "cast", "cast of its parent", "meta", "share_memory"),
+            *("assign", "assign to meta"),
+        ],
+    )
+    def test_shared_experts_lie_end_to_end_wherever_the_layer_goes(self, move: Any) -> None:
+        layer = _small_layer(shared_intermediate=24)
+        assert lies_in_order(layer)
+        moved = move(layer)
+        assert moved.shared_experts.up_proj.weight.device.type == "cpu"
+        assert lies_in_order(moved)
+        for parameter in moved.parameters():
+            assert parameter.is_leaf
+            assert parameter.requires_grad
 
     @pytest.mark.parametrize("name", ["auto", "host"])
     def test_gradients_are_refused_elsewhere(self, name: str) -> None:
@@ -601,6 +638,318 @@ class TestTheModule:
         layer = MoELayer(LayerShape(16, 8, 4, 2, "float32"), RoutingConfig(2))
         with torch.no_grad(), pytest.raises(error, match=words):
             layer(x)
+
+
+def _small_layer(seed: int = 0, **options: Any) -> MoELayer:
+    torch.manual_seed(seed)
+    options = {"shape": LayerShape(16, 8, 4, 2, "float32"), "shared_intermediate": 24, **options}
+    return MoELayer(options.pop("shape"), options.pop("routing", RoutingConfig(2)), **options)
+
+
+def assigned(layer: MoELayer, other: MoELayer) -> MoELayer:
+    """The layer with copies of the other's parameters assigned to it, rather than copied into."""
+    layer.load_state_dict({n: v.clone() for n, v in other.state_dict().items()}, assign=True)
+    return layer
+
+
+def lies_in_order(layer: MoELayer) -> bool:
+    """Whether gate and up rows of the layer's shared experts are one tensor in memory."""
+    mlp: Any = layer.shared_experts
+    return ops.end_to_end(mlp.gate_proj.weight, mlp.up_proj.weight) is not None
+
+
+class _Graphs:
+    """A compiler's back end that runs graphs as they are, and keeps what is called in each."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        calls = [n for n in graph.graph.nodes if n.op in ("call_function", "call_method")]
+        self.calls.append([str(node.target) for node in calls])
+        return graph.forward
+
+    def operators(self) -> list[int]:
+        """How many layers each graph has."""
+        return [sum("weave.moe_layer" in name for name in graph) for graph in self.calls]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"shared_intermediate": 0},
+    "shared": {},
+    "gated shared": {"shared_gate": True},
+    "not gated": {"shape": LayerShape(16, 8, 4, 2, "bfloat16", gated=False)},
+    "biases": {
+        **{"router_bias": True, "selection_bias": True, "expert_bias": True},
+        **{"activation": "swiglu_oai", "interleaved": True},
+        "routing": RoutingConfig(
+            2,
+            "sigmoid",
+            **{"renormalize": True, "scaling_factor": 2.5, "num_groups": 2, "topk_groups": 1},
+        ),
+    },
+    "on the input": {"weight_on_input": True, "shape": LayerShape(16, 8, 4, 2, "float16")},
+}
+
+
+class TestCompilers:
+    """torch.compile and torch.export of the module."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh(self) -> None:
+        torch._dynamo.reset()
+
+    @pytest.fixture(params=sorted(OPTIONS))
+    def layer(self, request: pytest.FixtureRequest) -> MoELayer:
+        return _small_layer(**OPTIONS[request.param])
+
+    def inputs(self, layer: MoELayer, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, residual = (torch.randn(tokens, 16).to(layer.shape.torch_dtype) for _ in range(2))
+        return x, torch.tensor(max(tokens - 1, 0)), residual
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("options", sorted(OPTIONS))
+    def test_one_graph_with_one_operator_for_every_number_of_tokens(
+        self, options: str, backend: str
+    ) -> None:
+        layer, graphs = _small_layer(**OPTIONS[options], backend=backend), _Graphs()
+        fast = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
+        for tokens in (3, 8, 17):
+            inputs = self.inputs(layer, tokens)
+            assert torch.equal(fast(*inputs), layer(*inputs))
+        assert graphs.operators() == [1]
+        # Nothing of the router, nor of the shared experts, is left to the compiler: shapes, and
+        # numbers that it took for inputs.
+        rest = {name.strip("<>").split()[-1] for name in graphs.calls[0]}
+        assert rest <= {
+            *("weave.moe_layer", "reshape", "view", "size", "getitem", "item"),
+            *("eq", "and_", "not_"),
+        }
+
+    @torch.no_grad()
+    def test_none_and_one_too_where_the_compiler_may_not_look(self, layer: MoELayer) -> None:
+        graphs = _Graphs()
+        fast = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
+        for tokens in (8, 0, 1, 17):
+            x = self.inputs(layer, tokens)[0]
+            torch._dynamo.decorators.mark_unbacked(x, 0)
+            assert torch.equal(fast(x), layer(x))
+        assert graphs.operators() == [1]
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("tokens", [0, 1, 5])
+    def test_one_number_of_tokens(self, layer: MoELayer, tokens: int) -> None:
+        fast = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+        inputs = self.inputs(layer, tokens)
+        assert torch.equal(fast(*inputs), layer(*inputs))
+
+    @torch.no_grad()
+    def test_leading_dimensions_are_symbols_too(self, backend: str) -> None:
+        layer, graphs = _small_layer(backend=backend), _Graphs()
+        fast = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
+        for size in ((2, 3), (5, 4), (3, 7)):
+            x = torch.randn(*size, 16)
+            assert torch.equal(fast(x), layer(x))
+        assert graphs.operators() == [1]
+
+    @pytest.mark.slow
+    @torch.no_grad()
+    @pytest.mark.parametrize("options", ["biases", "gated shared", "not gated"])
+    def test_the_default_compiler(self, options: str) -> None:
+        """Inductor, which moves and fuses what is around the operator, and may relay its inputs."""
+        layer = _small_layer(**OPTIONS[options])
+
+        def around(x: Tensor, residual: Tensor) -> Tensor:
+            # A transposed x, so that a layout of the compiler's choice would show.
+            y: Tensor = layer((x.t().contiguous() * 2).t(), residual=torch.sin(residual))
+            return torch.relu(y) + 1
+
+        fast = torch.compile(around, fullgraph=True, dynamic=True)
+        for tokens in (5, 12):
+            x, _, residual = self.inputs(layer, tokens)
+            assert_rows_close(fast(x, residual), around(x, residual), 1e-2)
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_export(self, layer: MoELayer, strict: bool) -> None:
+        count = torch.export.Dim("count", min=0, max=64)
+        program = torch.export.export(
+            layer,
+            self.inputs(layer, 5),
+            dynamic_shapes=({0: count}, None, {0: count}),
+            strict=strict,
+        )
+        assert str(program.graph).count("torch.ops.weave.moe_layer") == 1
+        assert set(program.state_dict) == set(layer.state_dict())
+        exported = program.module()
+        for tokens in (9, 1, 0):
+            inputs = self.inputs(layer, tokens)
+            assert torch.equal(exported(*inputs), layer(*inputs))
+
+    @torch.no_grad()
+    @pytest.mark.filterwarnings("ignore:No complete tensor found")
+    def test_weights_loaded_into_an_exported_layer_are_what_it_computes_with(
+        self,
+    ) -> None:
+        """Gate and up rows of shared experts, too, which are one tensor to the layer itself."""
+        layer, other = (_small_layer(seed) for seed in (0, 1))
+        x = torch.randn(5, 16)
+        program = torch.export.export(layer, (x,))
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        loaded = torch.export.load(file).module()
+        assert torch.equal(loaded(x), layer(x))
+        assert not torch.equal(layer(x), other(x))
+        loaded.load_state_dict(other.state_dict())
+        assert torch.equal(loaded(x), other(x))
+        loaded.load_state_dict({n: v.clone() for n, v in layer.state_dict().items()}, assign=True)
+        assert torch.equal(loaded(x), layer(x))
+
+    @torch.no_grad()
+    def test_weights_may_move_after_the_compilation(self, caplog: pytest.LogCaptureFixture) -> None:
+        layer, other = (_small_layer(seed) for seed in (0, 1))
+        x = torch.randn(5, 16)
+        fast = torch.compile(layer, fullgraph=True, backend=_Graphs())
+        fast(x)
+        with caplog.at_level(logging.WARNING, "weave_moe"):
+            ops._log_copy.cache_clear()
+            for loaded in (layer.load_state_dict, lambda state: assigned(layer, other)):
+                loaded(other.state_dict())
+                assert torch.equal(fast(x), other(x))
+            assert not [r for r in caplog.records if r.name == "weave_moe"]
+            # Behind the layer's back: right still, at the price of a copy, until an eager call.
+            rows: Any = layer.shared_experts.gate_proj
+            rows.weight.data = 2 * rows.weight
+            got = fast(x)
+            assert "copies the shared experts' gate and up rows" in caplog.text
+            assert not lies_in_order(layer)
+        assert torch.equal(layer(x), got)
+        assert not torch.equal(other(x), got)
+        assert lies_in_order(layer)
+        assert torch.equal(fast(x), got)
+        ops._log_copy.cache_clear()
+
+    def test_eager_calls_go_past_the_operator(
+        self, backend: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An operator in Python costs more than the launch of a small layer."""
+        monkeypatch.setattr(ops, "moe_layer", None)
+        with torch.no_grad():
+            _small_layer(backend=backend)(torch.randn(3, 16))
+
+    def test_a_workspace_is_refused(self) -> None:
+        layer = _small_layer(workspace=weave_moe.Workspace(2))
+        fast = torch.compile(layer, backend="eager", fullgraph=True)
+        # The compiler wraps what it finds raised.
+        errors = (ValueError, torch._dynamo.exc.Unsupported)
+        with torch.no_grad(), pytest.raises(errors, match="workspace must be None under"):
+            fast(torch.randn(3, 16))
+
+    @pytest.mark.parametrize("name", ["auto", "host"])
+    def test_gradients_are_refused_while_it_is_traced(self, name: str) -> None:
+        layer = _small_layer(backend=name)
+        fast = torch.compile(layer, fullgraph=True, backend="eager")
+        words = "w13 requires grad, but weave::moe_layer is for inference only"
+        errors = (ValueError, torch._dynamo.exc.Unsupported)
+        with pytest.raises(errors, match=words):
+            fast(torch.randn(3, 16))
+        with pytest.raises(ValueError, match=words):
+            torch.export.export(layer, (torch.randn(3, 16),))
+        layer.requires_grad_(False)
+        with pytest.raises(errors, match="x requires grad, but weave::moe_layer"):
+            fast(torch.randn(3, 16).requires_grad_())
+        assert torch.equal(fast(torch.ones(3, 16)), layer(torch.ones(3, 16)))
+
+    def test_an_exported_layer_says_so_on_backward(self, backend: str) -> None:
+        with torch.no_grad():
+            program = torch.export.export(_small_layer(backend=backend), (torch.randn(3, 16),))
+        y = program.module()(torch.randn(3, 16))
+        with pytest.raises(RuntimeError, match=r"inference only.*backend='reference'"):
+            y.sum().backward()
+
+    @pytest.mark.slow
+    def test_the_reference_trains_under_a_compiler(self) -> None:
+        """Traced through, with breaks where it looks at numbers of rows."""
+        layer, compiled = (_small_layer(shared_gate=True, backend="reference") for _ in range(2))
+        graphs = _Graphs()
+        fast = torch.compile(compiled, backend=graphs)
+        x = torch.randn(9, 16)
+        for run in (layer, fast):
+            run(x).square().sum().backward()
+        for (name, one), other in zip(layer.named_parameters(), compiled.parameters(), strict=True):
+            assert other.grad is not None, name
+            assert_rows_close(other.grad.flatten(1), one.grad.flatten(1), 1e-5)
+        assert sum(graphs.operators()) == 0
+
+    def test_the_reference_is_an_operator_where_nothing_is_to_be_trained(self) -> None:
+        layer, graphs = _small_layer(backend="reference").requires_grad_(False), _Graphs()
+        fast = torch.compile(layer, fullgraph=True, backend=graphs)
+        x = torch.randn(9, 16)
+        assert torch.is_grad_enabled()
+        assert torch.equal(fast(x), layer(x))
+        assert graphs.operators() == [1]
+
+
+class TestCompiledBlocks:
+    """Layers taken over from transformers' blocks, whose weights may be transposed."""
+
+    @pytest.fixture
+    def blocks(self) -> Any:
+        pytest.importorskip("transformers", minversion="5.0.0")
+        torch._dynamo.reset()
+        return importlib.import_module("test_transformers_blocks")
+
+    NAMES = (
+        *("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "DeepseekV3MoE", "NemotronHMoE"),
+        *("GptOssMLP", "Llama4TextMoe", "MiniMaxM2SparseMoeBlock", "DeepseekV4SparseMoeBlock"),
+    )
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_one_graph_that_returns_what_the_block_does(
+        self, name: str, blocks: Any, backend: str
+    ) -> None:
+        layer = MoELayer.from_transformers(blocks.block_of(name), backend=backend, drop_in=True)
+        graphs = _Graphs()
+        fast = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
+        for tokens in (5, 3, 11):
+            x = torch.randn(2, tokens, blocks.H)
+            got, want = fast(x), layer(x)
+            assert type(got) is type(want)
+            for one, other in zip(
+                got if isinstance(got, tuple) else (got,),
+                want if isinstance(want, tuple) else (want,),
+                strict=True,
+            ):
+                assert torch.equal(one, other)
+        assert graphs.operators() == [1]
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_export(self, name: str, blocks: Any) -> None:
+        layer = MoELayer.from_transformers(blocks.block_of(name))
+        count = torch.export.Dim("count", min=1, max=64)
+        x = torch.randn(1, 5, blocks.H)
+        program = torch.export.export(layer, (x,), dynamic_shapes=({1: count},))
+        assert set(program.state_dict) == set(layer.state_dict())
+        for tokens in (9, 1):
+            x = torch.randn(1, tokens, blocks.H)
+            assert torch.equal(program.module()(x), layer(x))
+
+    @pytest.mark.parametrize("name", ["GptOssMLP", "Llama4TextMoe"])
+    def test_transposed_weights_out_of_order_are_named(self, name: str, blocks: Any) -> None:
+        layer = MoELayer.from_transformers(blocks.block_of(name))
+        x = torch.randn(3, blocks.H)
+        want = layer(x)
+        weight: Any = layer.experts.down_proj
+        weight.data = weight.contiguous()
+        fast = torch.compile(layer, fullgraph=True, backend="eager")
+        errors = (ValueError, torch._dynamo.exc.Unsupported)
+        with pytest.raises(errors, match=r"experts\.down_proj must lie in memory .*call the layer"):
+            fast(x)
+        with pytest.raises(ValueError, match=r"^experts\.down_proj must lie in memory"):
+            torch.export.export(layer, (x,))
+        assert torch.equal(layer(x), want)
+        assert torch.equal(fast(x), want)
 
 
 class TestWorkspace:

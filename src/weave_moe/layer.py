@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor, nn
 
-from . import backends
+from . import backends, ops
 from . import routing as routers
 from .blocks import LayerParts, part, parts_of
 from .reference import assemble_layer
@@ -26,6 +26,8 @@ from .shapes import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typing_extensions import Self, Unpack
 
 __all__ = ["MoELayer", "SharedExperts", "fused_experts", "moe_layer", "workspace_bytes"]
@@ -415,8 +417,9 @@ class MoELayer(nn.Module):
         with two exceptions, where the elements are put into another order in memory, names, shapes
         and values staying as they are: transposed expert weights (gpt-oss, Llama-4) are stored as
         W13 [E, 2I, H] and W2 [E, H, I], and the gate and up projections of shared experts lie end
-        to end. If that order is lost (by moving or casting the module), the next forward restores
-        it.
+        to end. Where that order would be lost (by moving or casting the layer, copying it, or
+        assigning other parameters by load_state_dict) it is restored at once, and where a child
+        module is moved behind the layer's back, by the next forward outside of a compiler.
 
         The router's own forward is not called: hooks on it see nothing, and jitter noise, which is
         for training, is not applied. The router is computed in fp32, so in a bf16 model near-tied
@@ -454,10 +457,27 @@ class MoELayer(nn.Module):
         self.backend = check_choice("backend", backend, backends.NAMES)
         self.workspace = workspace
         self.drop_in = drop_in
-        # Here rather than in the first forward, which may be recorded into a graph.
+        self._put_in_order()
+        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+
+    def _put_in_order(self) -> None:
+        """Puts the weights into the memory order that calls need, where they are not in it.
+
+        Wherever memory may have moved, rather than in a forward: that may be traced by a compiler,
+        for which there is no memory, or recorded into a graph.
+        """
         self._expert_weights()
         with torch.no_grad():
             self._shared_experts()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._put_in_order()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._put_in_order()
 
     @property
     def routing(self) -> RoutingConfig:
@@ -497,8 +517,13 @@ class MoELayer(nn.Module):
         counted over all leading dimensions. residual: of hidden_states' shape and dtype, added to
         the output before it is rounded.
 
+        Under torch.compile and torch.export the layer is one operator, `torch.ops.weave.moe_layer`,
+        and the number of tokens may be a symbol; backend="reference" with gradients is traced
+        through instead.
+
         Raises TypeError or ValueError naming the argument; ValueError, too, where gradients are
-        needed and backend is not "reference": call it under torch.no_grad() or inference_mode().
+        needed and backend is not "reference": call it under torch.no_grad() or inference_mode();
+        and under a compiler with a workspace, or with weights whose memory order was lost.
         """
         if not isinstance(hidden_states, Tensor):
             raise TypeError(
@@ -524,33 +549,37 @@ class MoELayer(nn.Module):
             residual = residual.reshape(-1, shape.hidden)
         x = hidden_states.reshape(-1, shape.hidden)
         w13, w2 = self._expert_weights()
-        logits = routers.router_logits(
-            x, part(self, parts.router_weight), self._tensor(parts.router_bias)
-        )
-        y, weights, _ = moe_layer(
-            x,
-            w13,
-            w2,
-            routing=parts.routing,
-            router_logits=logits,
-            selection_bias=self._tensor(parts.selection_bias),
-            shared=self._shared_experts(),
-            return_routing=True,
-            activation=parts.activation,
-            b13=self._tensor(parts.b13),
-            b2=self._tensor(parts.b2),
-            num_valid_tokens=num_valid_tokens,
-            residual=residual,
-            policy=self.policy,
-            workspace=self.workspace,
-            interleaved=parts.interleaved,
-            weight_on_input=parts.weight_on_input,
-            backend=self.backend,
-        )
+        options: dict[str, Any] = {
+            "routing": parts.routing,
+            "return_routing": self.drop_in and parts.output == "weights",
+            "selection_bias": self._tensor(parts.selection_bias),
+            "activation": parts.activation,
+            "b13": self._tensor(parts.b13),
+            "b2": self._tensor(parts.b2),
+            "num_valid_tokens": num_valid_tokens,
+            "residual": residual,
+            "policy": self.policy,
+            "interleaved": parts.interleaved,
+            "weight_on_input": parts.weight_on_input,
+            "backend": self.backend,
+        }
+        router, bias = part(self, parts.router_weight), self._tensor(parts.router_bias)
+        logits = None
         if self.drop_in and parts.output == "logits":
+            logits = options["router_logits"] = routers.router_logits(x, router, bias)
+        else:
+            options |= {"router_weight": router, "router_bias": bias}
+        if torch.compiler.is_compiling() and not self._trains(x, residual):
+            result: Any = self._as_operator(x, w13, w2, options)
+        else:
+            result = moe_layer(
+                x, w13, w2, shared=self._shared_experts(), workspace=self.workspace, **options
+            )
+        y: Tensor = result[0] if options["return_routing"] else result
+        if logits is not None:
             return y, logits.to(y.dtype)
         y = y.view(hidden_states.shape)
-        return (y, weights.to(y.dtype)) if self.drop_in and parts.output == "weights" else y
+        return (y, result[1].to(y.dtype)) if options["return_routing"] else y
 
     def extra_repr(self) -> str:
         """The layer's options, for repr()."""
@@ -559,11 +588,46 @@ class MoELayer(nn.Module):
     def _tensor(self, path: str | None) -> Tensor | None:
         return None if path is None else part(self, path)
 
+    def _trains(self, *inputs: Tensor | None) -> bool:
+        """Whether autograd has to follow a call, which it can through the reference only."""
+        return (
+            self.backend == "reference"
+            and torch.is_grad_enabled()
+            and any(
+                isinstance(value, Tensor) and value.requires_grad
+                for value in (*inputs, *self.parameters())
+            )
+        )
+
+    def _as_operator(self, x: Tensor, w13: Tensor, w2: Tensor, options: dict[str, Any]) -> Any:
+        """What a compiler sees of `moe_layer`: one opaque node."""
+        if self.workspace is not None:
+            raise ValueError("workspace must be None under torch.compile, got a Workspace")
+        shared, up = None, None
+        if self.parts.shared is not None:
+            mlp, gate = part(self, self.parts.shared), self._tensor(self.parts.shared_gate)
+            first = mlp.up_proj.weight
+            if self.activation.gated:
+                # Two tensors, which the operator joins: there is no memory to look at here.
+                first, up = mlp.gate_proj.weight, first
+            shared = SharedExperts(first, mlp.down_proj.weight, gate)
+        return ops.moe_layer(x, w13, w2, shared=shared, shared_up=up, **options)
+
     def _expert_weights(self) -> tuple[Tensor, Tensor]:
-        w13, w2 = part(self, self.parts.w13), part(self, self.parts.w2)
-        if self.parts.transposed:
-            return _row_major(w13), _row_major(w2)
-        return w13, w2
+        names = self.parts.w13, self.parts.w2
+        w13, w2 = (part(self, name) for name in names)
+        if not self.parts.transposed:
+            return w13, w2
+        if torch.compiler.is_compiling():
+            for name, weight in zip(names, (w13, w2), strict=True):
+                if not _is_row_major(weight):
+                    raise ValueError(
+                        f"{name} must lie in memory as [E, columns, rows] under torch.compile and "
+                        "torch.export: call the layer once outside of them, which puts it into "
+                        f"that order; got strides {list(weight.stride())}"
+                    )
+            return w13.transpose(1, 2), w2.transpose(1, 2)
+        return _row_major(w13), _row_major(w2)
 
     def _shared_experts(self) -> SharedExperts | None:
         if self.parts.shared is None:
@@ -575,18 +639,25 @@ class MoELayer(nn.Module):
         return SharedExperts(w13, mlp.down_proj.weight, self._tensor(self.parts.shared_gate))
 
 
+def _after_load(layer: MoELayer, _keys: Any) -> None:
+    layer._put_in_order()
+
+
+def _is_row_major(parameter: Tensor) -> bool:
+    """Whether parameter [E, n, m] lies in memory as [E, m, n], contiguous in its last dimension."""
+    return parameter.stride(1) == 1 or parameter.size(1) == 1
+
+
 def _row_major(parameter: Tensor) -> Tensor:
     """parameter [E, n, m] as [E, m, n], contiguous in its last dimension.
 
     The parameter keeps shape and values; its memory is put into that order if it is not.
     """
-    view = parameter.transpose(1, 2)
-    if view.stride(-1) != 1 and view.size(-1) > 1 and not parameter.is_meta:
+    if not _is_row_major(parameter) and not parameter.is_meta:
         # Outside inference mode, whose tensors a parameter cannot hold.
         with torch.inference_mode(False), torch.no_grad():
-            parameter.data = view.contiguous().transpose(1, 2)
-        view = parameter.transpose(1, 2)
-    return view
+            parameter.data = parameter.transpose(1, 2).contiguous().transpose(1, 2)
+    return parameter.transpose(1, 2)
 
 
 def _end_to_end(gate: Tensor, up: Tensor) -> Tensor:
@@ -594,16 +665,15 @@ def _end_to_end(gate: Tensor, up: Tensor) -> Tensor:
 
     Both keep shape and values; their memory is put into that order if it is not.
     """
-    if gate.is_meta or (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
-        return torch.cat((gate, up))
-    if not (
-        gate.is_contiguous()
-        and up.is_contiguous()
-        and gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
-        and gate.storage_offset() + gate.numel() == up.storage_offset()
+    if (
+        gate.is_meta
+        or torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad))
     ):
+        return torch.cat((gate, up))
+    joined = ops.end_to_end(gate, up)
+    if joined is None:
         with torch.inference_mode(False), torch.no_grad():
-            both = torch.cat((gate, up))
-            gate.data, up.data = both[: gate.size(0)], both[gate.size(0) :]
-    size = (gate.size(0) + up.size(0), gate.size(1))
-    return gate.detach().as_strided(size, (gate.size(1), 1))
+            joined = torch.cat((gate, up))
+            gate.data, up.data = joined[: gate.size(0)], joined[gate.size(0) :]
+    return joined
