@@ -11,7 +11,7 @@ from . import backends, ops
 from . import routing as routers
 from .blocks import LayerParts, part, parts_of
 from .reference import assemble_layer
-from .routing import RoutingConfig
+from .routing import LayerCall, RoutingConfig, check_layer
 from .shapes import (
     POLICIES,
     Activation,
@@ -38,6 +38,17 @@ def _run(call: ExpertsCall, backend: str) -> Tensor:
         return _as_operator(call, backend)
     chosen = backends.choose(call, backend)
     return chosen.experts(call) if call.num_tokens else call.output()
+
+
+def _run_layer(
+    call: LayerCall, backend: str, return_routing: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y [T, H], weights, ids); the last two may be empty where return_routing is False."""
+    if call.experts.num_tokens and not torch.compiler.is_compiling():
+        whole = backends.whole(call, backend)
+        if whole is not None:
+            return whole.layer(call, return_routing)
+    return assemble_layer(call, lambda experts: _run(experts, backend))
 
 
 def _as_operator(call: ExpertsCall, backend: str) -> Tensor:
@@ -227,11 +238,10 @@ def moe_layer(
     """
     check_flag("return_routing", return_routing)
     check_choice("backend", backend, backends.NAMES)
-    y, weights, ids = assemble_layer(
+    call = check_layer(
         x,
         w13,
         w2,
-        lambda call: _run(call, backend),
         routing=routing,
         router_weight=router_weight,
         router_bias=router_bias,
@@ -250,6 +260,7 @@ def moe_layer(
         interleaved=interleaved,
         weight_on_input=weight_on_input,
     )
+    y, weights, ids = _run_layer(call, backend, return_routing)
     return (y, weights, ids) if return_routing else y
 
 
