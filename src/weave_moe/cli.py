@@ -587,8 +587,8 @@ def advise(**options: Any) -> int:
 @click.option(
     "--backend",
     type=click.Choice(("host", "cuda")),
-    help="What to record: host, the CPU engine. The GPU kernel does not record yet.  "
-    "[default: host]",
+    help="What to record: host, the CPU engine; cuda, the GPU kernel.  "
+    "[default: cuda with a Hopper GPU, else host]",
 )
 @click.option(
     "--workers",
@@ -636,8 +636,8 @@ def profile(**options: Any) -> int:
     thefts, load of the experts, weights read, policies side by side. profile.json opens in
     https://ui.perfetto.dev, profile.png is a heat map, profile.npz holds the records.
 
-    The CPU engine records; its results are checked first. The GPU kernel does not record yet:
-    --simulate predicts its records.
+    The GPU kernel records where there is a Hopper GPU, else the CPU engine; results are checked
+    first. --simulate predicts a GPU's records.
 
     \b
     weave-moe profile --preset qwen3-30b --routing zipf --policy steal,static_expert

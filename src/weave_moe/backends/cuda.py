@@ -732,17 +732,18 @@ class _Trace:
     def read(self) -> npt.NDArray[Any]:
         """`TRACE_DTYPE` records of all tasks, by when they were claimed. Waits for the device."""
         found = self.records.cpu().numpy().view(TRACE_DTYPE)
-        clock = self.clock.cpu().numpy().astype(np.float64)
+        clock = self.clock.cpu().numpy()
         found = found[found["worker"] >= 0].copy()
         ran = clock[:, 0] > 0
-        began = clock[ran, 0].min() if ran.any() else 0.0
-        # An SM's clock runs at one rate during a launch; its own two ends give the rate.
+        # The timer counts from 1970: only differences of it are exact in floating point.
+        began = clock[ran, 0].min() if ran.any() else 0
         timer0, clock0, timer1, clock1 = (clock[found["worker"], i] for i in range(4))
+        # An SM's clock runs at one rate during a launch; its own two ends give the rate.
         rate = (timer1 - timer0) / np.maximum(clock1 - clock0, 1)
         for name in TRACE_DTYPE.names or ():
             if name.endswith("_ns"):
                 at = found[name]
-                time = timer0 + (at - clock0) * rate - began
+                time = (timer0 - began) + (at - clock0) * rate
                 found[name] = np.where(at < 0, -1, np.rint(time).astype(np.int64))
         ordered: npt.NDArray[Any] = found[np.argsort(found["claim_ns"], kind="stable")]
         return ordered
