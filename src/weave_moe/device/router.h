@@ -57,66 +57,91 @@ WEAVE_FN void x_parts(const uint4& v, int j, u32 (&parts)[3]) {
 // row l / 4 in sum[i][0], sum[i][1] and row l / 4 + 8 in the others.
 template <int BLOCKS>
 struct LogitTile {
-  // Loads under way at once: as many as registers allow.
-  static constexpr int AHEAD = SPLIT_WEIGHT ? (BLOCKS == 1 ? 4 : 2) : BLOCKS == 1 ? 8 : BLOCKS == 2 ? 8 : 4;
+  // Steps whose operands are on their way: as many as registers allow, and a divisor of a segment's.
+  static constexpr int AHEAD = SPLIT_WEIGHT ? (BLOCKS == 1 ? 4 : 2) : BLOCKS == 1 ? 8 : 4, STEPS = SEGMENT / STEP;
+  struct Operands {  // of STEP columns
+    uint4 w[2][WEIGHT_VECTORS], x[BLOCKS];
+  };
   float sum[BLOCKS][4];
 
-  WEAVE_FN void multiply_segment(const Launch& p, u32 first_row, u32 first_token, u32 tokens, u32 segment) {
-    const u32 lane = threadIdx.x & 31, g = lane / 4;
-    const bool low = first_row + g < p.router.rows, high = first_row + g + 8 < p.router.rows;
-    const char* rows[2] = {router_row(p, low ? first_row + g : 0), router_row(p, high ? first_row + g + 8 : 0)};
+  WEAVE_FN void clear() {
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
       for (int q = 0; q < 4; ++q) sum[i][q] = 0.f;
-    // A lane's columns are 8 in a row, where the fragments want pairs: columns may come in any order that both sides share.
-    u32 column = segment * SEGMENT + lane % 4 * 8;
-#pragma unroll 1
-    for (u32 s = 0; s < SEGMENT / STEP; s += AHEAD, column += AHEAD * STEP) {
-      uint4 w[AHEAD][2][WEIGHT_VECTORS], x[AHEAD][BLOCKS];
-#pragma unroll
-      for (int a = 0; a < AHEAD; ++a) {
-        const u32 at = column + a * STEP;
-        const bool in = at < p.hidden;
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-          for (int v = 0; v < WEIGHT_VECTORS; ++v) {
-            w[a][h][v] = make_uint4(0, 0, 0, 0);
-            if (in && (h ? high : low)) w[a][h][v] = __ldg((const uint4*)(rows[h] + (u64)at * (SPLIT_WEIGHT ? 4 : 2)) + v);
-          }
-#pragma unroll
-        for (int i = 0; i < BLOCKS; ++i) {
-          const u32 token = first_token + 8 * i + g;
-          x[a][i] = make_uint4(0, 0, 0, 0);
-          if (in && token < tokens) x[a][i] = __ldg((const uint4*)((const u16*)p.x + (i64)token * p.x_pitch + at));
-        }
-      }
-#pragma unroll
-      for (int a = 0; a < AHEAD; ++a)
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-          u32 w00[3], w01[3], w10[3], w11[3];  // row, word
-          weight_parts(w[a][0], j, w00), weight_parts(w[a][0], j + 1, w01);
-          weight_parts(w[a][1], j, w10), weight_parts(w[a][1], j + 1, w11);
-#pragma unroll
-          for (int i = 0; i < BLOCKS; ++i) {
-            u32 x0[3], x1[3];
-            x_parts(x[a][i], j, x0), x_parts(x[a][i], j + 1, x1);
-#pragma unroll
-            for (int wp = 0; wp < WEIGHT_PARTS; ++wp)
-#pragma unroll
-              for (int xp = 0; xp < X_PARTS; ++xp)
-                multiply_16x8x16<OPERANDS_BF16>(sum[i], w00[wp], w10[wp], w01[wp], w11[wp], x0[xp], x1[xp]);
-          }
-        }
-    }
   }
   WEAVE_FN void add(const LogitTile& other) {
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
       for (int q = 0; q < 4; ++q) sum[i][q] += other.sum[i][q];
+  }
+  WEAVE_FN void multiply(const Operands& o) {
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      u32 w00[3], w01[3], w10[3], w11[3];  // row, word
+      weight_parts(o.w[0], j, w00), weight_parts(o.w[0], j + 1, w01);
+      weight_parts(o.w[1], j, w10), weight_parts(o.w[1], j + 1, w11);
+#pragma unroll
+      for (int i = 0; i < BLOCKS; ++i) {
+        u32 x0[3], x1[3];
+        x_parts(o.x[i], j, x0), x_parts(o.x[i], j + 1, x1);
+#pragma unroll
+        for (int wp = 0; wp < WEIGHT_PARTS; ++wp)
+#pragma unroll
+          for (int xp = 0; xp < X_PARTS; ++xp)
+            multiply_16x8x16<OPERANDS_BF16>(sum[i], w00[wp], w10[wp], w01[wp], w11[wp], x0[xp], x1[xp]);
+      }
+    }
+  }
+
+  // Segments first_segment .. end_segment - 1, each as a sum of its own: done(segment) finds it in `sum`. PIPELINED: the
+  // operands of the next steps are on their way while these are multiplied; it holds more registers.
+  template <bool PIPELINED, class Done>
+  WEAVE_FN void run(const Launch& p, u32 first_row, u32 first_token, u32 tokens, u32 first_segment, u32 end_segment, const Done& done) {
+    const u32 lane = threadIdx.x & 31, g = lane / 4;
+    const bool low = first_row + g < p.router.rows, high = first_row + g + 8 < p.router.rows;
+    const char* rows[2] = {router_row(p, low ? first_row + g : 0), router_row(p, high ? first_row + g + 8 : 0)};
+    const u32 end = end_segment * SEGMENT < p.hidden ? end_segment * SEGMENT : p.hidden;
+    // A lane's columns are 8 in a row, where the fragments want pairs: columns may come in any order that both sides share.
+    u32 column = first_segment * SEGMENT + lane % 4 * 8;
+    const auto load = [&](Operands& o) {
+      const bool in = column < end;
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int v = 0; v < WEIGHT_VECTORS; ++v) {
+          o.w[h][v] = make_uint4(0, 0, 0, 0);
+          if (in && (h ? high : low)) o.w[h][v] = __ldg((const uint4*)(rows[h] + (u64)column * (SPLIT_WEIGHT ? 4 : 2)) + v);
+        }
+#pragma unroll
+      for (int i = 0; i < BLOCKS; ++i) {
+        const u32 token = first_token + 8 * i + g;
+        o.x[i] = make_uint4(0, 0, 0, 0);
+        if (in && token < tokens) o.x[i] = __ldg((const uint4*)((const u16*)p.x + (i64)token * p.x_pitch + column));
+      }
+      column += STEP;
+    };
+    Operands ahead[AHEAD];
+    const auto load_all = [&] {
+#pragma unroll
+      for (int a = 0; a < AHEAD; ++a) load(ahead[a]);
+    };
+    if (PIPELINED) load_all();
+#pragma unroll 1
+    for (u32 segment = first_segment; segment < end_segment; ++segment) {
+      clear();
+#pragma unroll 1
+      for (int s = 0; s < STEPS; s += AHEAD) {
+        if (!PIPELINED) load_all();
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a) {
+          multiply(ahead[a]);
+          if (PIPELINED) load(ahead[a]);
+        }
+      }
+      done(segment);
+    }
   }
 
   // store(token, row, value) for what there is.
@@ -200,10 +225,11 @@ WEAVE_FN void prefetch_router(const Launch& p) {
 template <int BLOCKS>
 WEAVE_FN void run_unit(const Launch& p, const RouterWork& work, u32 first_row, u32 first_token, u32 segment) {
   LogitTile<BLOCKS> tile;
-  tile.multiply_segment(p, first_row, first_token, work.tokens, segment);
   const u32 rows4 = router_rows4(p);
-  tile.each(p, first_row, first_token, work.tokens, [&](u32 token, u32 row, float v) {
-    p.router.partial[((u64)token * work.segments + segment) * rows4 + row] = v;
+  tile.template run<false>(p, first_row, first_token, work.tokens, segment, segment + 1, [&](u32) {
+    tile.each(p, first_row, first_token, work.tokens, [&](u32 token, u32 row, float v) {
+      p.router.partial[((u64)token * work.segments + segment) * rows4 + row] = v;
+    });
   });
 }
 
@@ -325,11 +351,8 @@ WEAVE_FN void all_logits(const Launch& p, u32 first_token, u32 tokens, float* lo
   const u32 warp = threadIdx.x >> 5, rows4 = router_rows4(p), segments = router_segments(p);
   for (u32 row = warp * ROUTER_ROWS; row < p.router.rows; row += ROUTE_WARPS * ROUTER_ROWS) {
     LogitTile<BLOCKS> tile, part;
-    tile.multiply_segment(p, row, first_token, tokens, 0);
-    for (u32 s = 1; s < segments; ++s) {
-      part.multiply_segment(p, row, first_token, tokens, s);
-      tile.add(part);
-    }
+    tile.clear();
+    part.template run<true>(p, row, first_token, tokens, 0, segments, [&](u32) { tile.add(part); });
     tile.each(p, row, first_token, tokens, [&](u32 token, u32 r, float v) { logits[(token - first_token) * rows4 + r] = v; });
   }
 }
