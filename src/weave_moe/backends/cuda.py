@@ -447,6 +447,7 @@ def _prepared_kernel(
     scale_x: bool,
     trace: bool = False,
     router: str = "none",
+    router_experts: int = 0,
     shared_intermediate: int = 0,
     only_ready: bool,
 ) -> Kernels | None:
@@ -460,6 +461,7 @@ def _prepared_kernel(
         scale_x=scale_x,
         trace=trace,
         router=router,
+        router_experts=router_experts,
         hidden=s.hidden,
         intermediate=s.intermediate,
         shared_intermediate=shared_intermediate,
@@ -541,6 +543,7 @@ def _launch(
         scale_x=call.weight_on_input,
         trace=_traced(call),
         router="none" if layer is None else layer.router,
+        router_experts=0 if layer is None else layer.call.router_experts,
         shared_intermediate=0 if layer is None else layer.shared_intermediate,
         only_ready=capturing,
     )

@@ -19,8 +19,8 @@ struct Routing {
 // Memory of one token's choice, seen by all lanes.
 struct Choice {
   float* score;  // [experts] logits, then scores
-  u32* key;      // [experts] the order to choose in, by `ordered`
-  u32* group;    // [MAX_EXPERT_GROUPS]
+  u32* key;      // [experts] the order to choose in, by `ordered`; only where there are groups
+  u32* group;    // [MAX_EXPERT_GROUPS] their keys
   u32* chosen;   // [MAX_TOP_K]
 };
 WEAVE_FN u32 choice_words(u32 experts) { return 2 * experts + MAX_EXPERT_GROUPS + MAX_TOP_K; }
@@ -37,20 +37,6 @@ WEAVE_FN float unordered(u32 key) { return float_of(key >> 31 ? key & ~(1u << 31
 
 constexpr float LOWEST = -3.402823466e+38f, HIGHEST = 3.402823466e+38f, ABOVE_LOWEST = -3.402823263e+38f;
 constexpr u32 DROPPED = 0x007fffffu, TAKEN = 0;  // as keys: -infinity; nothing
-
-// Of the lane's indices below `count`, the one with the largest key, the lowest of equals.
-template <class Lanes>
-WEAVE_FN void best_of_lane(const Lanes& lanes, const u32* key, u32 count, u32& best, u32& at) {
-  best = 0, at = NONE;
-  for (u32 i = lanes.lane(); i < count; i += lanes.lanes())
-    if (key[i] > best) best = key[i], at = i;
-}
-template <class Lanes>
-WEAVE_FN u32 best_of_all(const Lanes& lanes, const u32* key, u32 count) {
-  u32 best, at;
-  best_of_lane(lanes, key, count, best, at);
-  return lanes.best(best, at);
-}
 
 WEAVE_FN float score_of(u32 scoring, float v) {
   if (scoring == SIGMOID) return 1.f / (1.f + expf(-v));
@@ -71,55 +57,78 @@ WEAVE_FN u32 group_key(const u32* key, u32 size, bool biased) {
   return biased && size > 1 ? ordered(unordered(first) + unordered(second)) : first;
 }
 
+// A lane's experts: lane, lane + lanes, ...; their keys stay with the lane.
+template <u32 MOST, class Lanes>
+WEAVE_FN void best_of_lane(const Lanes& lanes, const u32 (&key)[MOST], u32& best, u32& at) {
+  best = 0, at = NONE;
+  WEAVE_UNROLL
+  for (u32 i = 0; i < MOST; ++i)
+    if (key[i] > best) best = key[i], at = lanes.lane() + i * lanes.lanes();
+}
+
 // Reads the logits in c.score and leaves the experts in c.chosen, the best first, and their scores in c.score. bias(e): of
-// the selection, where `biased`. All lanes call, and see the result.
-template <class Lanes, class Bias>
+// the selection, where `biased`. MOST: at least the experts of a lane. All lanes call, and see the result.
+template <u32 MOST, class Lanes, class Bias>
 WEAVE_FN void choose_experts(const Lanes& lanes, const Routing& r, u32 experts, const Choice& c, bool biased, const Bias& bias) {
-  for (u32 e = lanes.lane(); e < experts; e += lanes.lanes()) {
-    const float raw = c.score[e];
+  const u32 lane = lanes.lane(), step = lanes.lanes();
+  u32 key[MOST], best, at;
+  float score[MOST];
+  WEAVE_UNROLL
+  for (u32 i = 0; i < MOST; ++i) {
+    const u32 e = lane + i * step;
+    const float raw = e < experts ? c.score[e] : 0.f;
     const bool live = raw >= LOWEST;  // neither NaN nor -infinity
-    const float v = !live ? LOWEST : raw > HIGHEST ? HIGHEST : raw;
-    c.score[e] = v;
-    c.key[e] = live ? ordered(v) : DROPPED;
+    score[i] = !live ? LOWEST : raw > HIGHEST ? HIGHEST : raw;
+    key[i] = e >= experts ? TAKEN : live ? ordered(score[i]) : DROPPED;
   }
-  lanes.sync_warp();
   float top = 0, sum = 1;
   if (r.scoring == SOFTMAX) {
-    top = c.score[best_of_all(lanes, c.key, experts)];
+    best_of_lane(lanes, key, best, at);
+    top = unordered(lanes.largest(best));  // of dead ones alone: -infinity, which is not used
+    if (!(top >= LOWEST)) top = LOWEST;
     sum = 0;
-    for (u32 e = lanes.lane(); e < experts; e += lanes.lanes()) sum += expf(c.score[e] - top);
+    WEAVE_UNROLL
+    for (u32 i = 0; i < MOST; ++i)
+      if (key[i] != TAKEN) sum += expf(score[i] - top);
     sum = lanes.sum(sum);
   }
-  for (u32 e = lanes.lane(); e < experts; e += lanes.lanes()) {
-    const float v = c.score[e];
-    const float score = r.scoring == SOFTMAX ? expf(v - top) / sum : score_of(r.scoring, v);
-    float key = biased ? score + bias(e) : score;
+  WEAVE_UNROLL
+  for (u32 i = 0; i < MOST; ++i) {
+    if (key[i] == TAKEN) continue;
+    const u32 e = lane + i * step;
+    const float v = r.scoring == SOFTMAX ? expf(score[i] - top) / sum : score_of(r.scoring, score[i]);
+    float k = biased ? v + bias(e) : v;
     // Dead experts after all live ones, whatever their bias.
-    key = key != key || c.key[e] == DROPPED ? LOWEST : key < ABOVE_LOWEST ? ABOVE_LOWEST : key;
-    c.score[e] = score;
-    c.key[e] = ordered(key);
+    k = k != k || key[i] == DROPPED ? LOWEST : k < ABOVE_LOWEST ? ABOVE_LOWEST : k;
+    key[i] = ordered(k);
+    c.score[e] = v;
   }
-  lanes.sync_warp();
   if (r.groups > 1) {
     const u32 size = experts / r.groups;
-    for (u32 g = lanes.lane(); g < r.groups; g += lanes.lanes()) c.group[g] = group_key(c.key + g * size, size, biased);
+    WEAVE_UNROLL
+    for (u32 i = 0; i < MOST; ++i)
+      if (key[i] != TAKEN) c.key[lane + i * step] = key[i];
     lanes.sync_warp();
-    for (u32 g = lanes.lane(); g < r.groups; g += lanes.lanes()) {
+    for (u32 g = lane; g < r.groups; g += step) c.group[g] = group_key(c.key + g * size, size, biased);
+    lanes.sync_warp();
+    WEAVE_UNROLL
+    for (u32 i = 0; i < MOST; ++i) {
+      if (key[i] == TAKEN) continue;
+      const u32 mine = (lane + i * step) / size;
       u32 better = 0;
-      for (u32 o = 0; o < r.groups; ++o) better += c.group[o] > c.group[g] || (c.group[o] == c.group[g] && o < g);
-      if (better < r.kept_groups) continue;
-      for (u32 i = 0; i < size; ++i) c.key[g * size + i] = DROPPED;
+      for (u32 g = 0; g < r.groups; ++g) better += c.group[g] > c.group[mine] || (c.group[g] == c.group[mine] && g < mine);
+      if (better >= r.kept_groups) key[i] = DROPPED;
     }
-    lanes.sync_warp();
   }
-  u32 best, at;
-  best_of_lane(lanes, c.key, experts, best, at);
+  best_of_lane(lanes, key, best, at);
   for (u32 j = 0; j < r.top_k; ++j) {
     const u32 e = lanes.best(best, at);
-    if (lanes.lane() == 0) c.chosen[j] = e;
+    if (lane == 0) c.chosen[j] = e;
     if (at == e) {
-      c.key[e] = TAKEN;
-      best_of_lane(lanes, c.key, experts, best, at);
+      WEAVE_UNROLL
+      for (u32 i = 0; i < MOST; ++i)
+        if (lane + i * step == e) key[i] = TAKEN;
+      best_of_lane(lanes, key, best, at);
     }
   }
   lanes.sync_warp();
@@ -127,15 +136,18 @@ WEAVE_FN void choose_experts(const Lanes& lanes, const Routing& r, u32 experts, 
 
 // The weight of the j-th expert chosen. Sums are in the order of the choice.
 WEAVE_FN float chosen_weight(const Routing& r, const Choice& c, u32 j) {
-  float w = c.score[c.chosen[j]], sum = 0;
-  if (r.scoring == TOPK_SOFTMAX) {
-    float top = LOWEST;
-    for (u32 i = 0; i < r.top_k; ++i) top = c.score[c.chosen[i]] > top ? c.score[c.chosen[i]] : top;
-    for (u32 i = 0; i < r.top_k; ++i) sum += expf(c.score[c.chosen[i]] - top);
-    w = expf(w - top) / sum;
-  } else if (r.renormalize) {
-    for (u32 i = 0; i < r.top_k; ++i) sum += c.score[c.chosen[i]];
-    w = w / (sum + 1e-20f);
+  float w = c.score[c.chosen[j]];
+  if (r.scoring == TOPK_SOFTMAX || r.renormalize) {
+    float scores[MAX_TOP_K], top = LOWEST, sum = 0;
+    WEAVE_UNROLL
+    for (u32 i = 0; i < MAX_TOP_K; ++i) scores[i] = i < r.top_k ? c.score[c.chosen[i]] : LOWEST;
+    WEAVE_UNROLL
+    for (u32 i = 0; i < MAX_TOP_K; ++i) top = scores[i] > top ? scores[i] : top;
+    const bool softmax = r.scoring == TOPK_SOFTMAX;
+    WEAVE_UNROLL
+    for (u32 i = 0; i < MAX_TOP_K; ++i)
+      if (i < r.top_k) sum += softmax ? expf(scores[i] - top) : scores[i];
+    w = softmax ? expf(w - top) / sum : w / (sum + 1e-20f);
   }
   return w * r.scale;
 }

@@ -164,7 +164,7 @@ WEAVE_FN void finish_token(const Launch& p, const Choice& c, u32 token, float ga
   const u32 lane = threadIdx.x & 31;
   if (r.bias)
     for (u32 e = lane; e < r.experts; e += 32) c.score[e] += read_float(r.bias, r.bias_kind, e);
-  choose_experts(WarpLanes(), r.routing, r.experts, c, r.selection_bias != nullptr,
+  choose_experts<WEAVE_ROUTER_KEYS>(WarpLanes(), r.routing, r.experts, c, r.selection_bias != nullptr,
                  [&](u32 e) { return read_float(r.selection_bias, r.selection_kind, e); });
   const u32 top_k = r.routing.top_k;
   if (lane < top_k) {

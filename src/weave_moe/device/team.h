@@ -30,6 +30,7 @@ struct Serial {
   WEAVE_FN u64 max(u64 v) const { return v; }                        // over the warp
   WEAVE_FN u64 from(bool mine, u64 v) const { return mine ? v : 0; } // the value of a lane for which `mine` holds
   WEAVE_FN u32 first(u32 v) const { return v; }                      // lane 0's value
+  WEAVE_FN u32 largest(u32 v) const { return v; }                    // over the warp
   WEAVE_FN u32 best(u32 key, u32 at) const { return key ? at : NONE; } // `at` of the largest key, the lowest of equals
   WEAVE_FN float sum(float v) const { return v; }                    // over the warp
 };
@@ -72,6 +73,7 @@ struct WarpLanes {
     return who ? __shfl_sync(~0u, v, __ffs(who) - 1) : 0;
   }
   WEAVE_FN u32 first(u32 v) const { return __shfl_sync(~0u, v, 0); }
+  WEAVE_FN u32 largest(u32 v) const { return __reduce_max_sync(~0u, v); }
   WEAVE_FN u32 best(u32 key, u32 at) const {
     const u32 most = __reduce_max_sync(~0u, key);
     return __reduce_min_sync(~0u, key == most ? at : NONE);

@@ -200,7 +200,8 @@ class KernelConfig:
 
     dtype: "bfloat16" or "float16".  activation: a kind of `Activation`.  clamp: it has a limit.
     bias: either bias is given.  scale_x: the weight is on the input.  trace: tasks leave records.
-    router: what the launch routes from, of `ROUTERS`.  shared: there are shared experts.
+    router: what the launch routes from, of `ROUTERS`.  router_keys: most experts of a lane that
+    chooses.  shared: there are shared experts.
     packed_up, packed_down: hidden, intermediate (and the shared experts') are multiples of 64, so
     that one TMA box holds all columns of a stage.
     """
@@ -217,6 +218,7 @@ class KernelConfig:
     scale_x: bool
     trace: bool
     router: str
+    router_keys: int
     shared: bool
     packed_up: bool
     packed_down: bool
@@ -233,6 +235,7 @@ class KernelConfig:
         scale_x: bool = False,
         trace: bool = False,
         router: str = "none",
+        router_experts: int = 0,
         hidden: int,
         intermediate: int,
         shared_intermediate: int = 0,
@@ -251,6 +254,7 @@ class KernelConfig:
             scale_x,
             trace,
             router,
+            next(keys for keys in (4, 8, 16, 32) if 32 * keys >= router_experts),
             shared_intermediate > 0,
             hidden % 64 == 0,
             intermediate % 64 == 0 and shared_intermediate % 64 == 0,
@@ -273,6 +277,7 @@ class KernelConfig:
             "SCALE_X": int(self.scale_x),
             "TRACE": int(self.trace),
             "ROUTER": ROUTERS.index(self.router),
+            "ROUTER_KEYS": self.router_keys,
             "SHARED": int(self.shared),
             "OWN_BYTES": own_bytes(self.tile_m) if self.router != "none" and not self.many else 0,
             "PACKED_UP": int(self.packed_up),
