@@ -29,6 +29,7 @@ import policies
 import torch
 from common import Case, Cell, Row
 
+import weave_moe
 from weave_moe.tools.neighbour import held
 
 POLICIES = ("steal", "counter", "static_strided")
@@ -79,6 +80,7 @@ class Bench:
                 if not cell.check(functions, self.checked):
                     raise RuntimeError(f"{cell.case}: {policy} gives a wrong result")
                 self.checked["note"] = "ids to output"
+                self.checked["version"] = weave_moe.__version__
                 self.want = [cell.call(functions, i) for i in range(cell.calls)]
             self.outs[policy] = [torch.empty_like(y) for y in self.want]
 
@@ -262,6 +264,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    # Streams that share one of the GPU's queues wait for each other, the layer's for the
+    # neighbour's. Read when CUDA starts, here and in the processes of the all-reduce.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if not args.all_reduce:
 
         def make(cell: Cell, seconds: float) -> list[Row]:

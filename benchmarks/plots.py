@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +107,35 @@ def floor(cells: dict[Cell, Rows], folder: Path) -> None:
     save(figure, folder, "floor")
 
 
+def common_tokens(cells: dict[Cell, Rows], routing: str) -> list[int]:
+    """Numbers of tokens that at least half of the models have: means of others are of others."""
+    pairs = {(cell.model, cell.tokens) for cell in cells if cell.routing == routing}
+    models = {model for model, _ in pairs}
+    counts = sorted({tokens for _, tokens in pairs})
+    return [t for t in counts if 2 * sum(pair[1] == t for pair in pairs) >= len(models)]
+
+
 def policies(jobs: Jobs, folder: Path) -> None:
-    """Means over models by tokens, even and skewed; and with SMs held."""
+    """Means over models by tokens: even and skewed on an idle GPU, and skewed with SMs held."""
     cells = report.idle_cells(jobs)
     if not any(report.over_steal(rows, "counter") for rows in cells.values()):
         return
-    held = sorted({sms for _, sms in jobs if sms})
-    figure, axes = panels(3 if held else 2, "Time over that of stealing on the idle GPU", "times")
-    for axis, routing in zip(axes, (EVEN, SKEWED), strict=False):
-        ticks = sorted({c.tokens for c in cells if c.routing == routing})
+    shown = [(f"{routing} routing", routing, cells) for routing in (EVEN, SKEWED)]
+    held = Counter(sms for _, sms in jobs if sms)
+    if held:
+        (most, _), *_ = held.most_common(1)
+        beside = {cell: rows for (cell, sms), rows in jobs.items() if sms == most}
+        models = ", ".join(dict.fromkeys(cell.model for cell in beside))
+        shown.append((f"{most} SMs held, {EVEN} routing, {models}", EVEN, beside))
+    title = "Time over that of stealing in the same loop, geometric means of models"
+    figure, axes = panels(len(shown), title, "times")
+    for axis, (title, routing, some) in zip(axes, shown, strict=True):
+        ticks = common_tokens(some, routing)
         for i, name in enumerate(ORDER):
             points = []
             for tokens in ticks:
-                some = [r for c, r in cells.items() if c.tokens == tokens and c.routing == routing]
-                pairs = [pair[0] for rows in some if (pair := report.over_steal(rows, name))]
+                rows = [r for c, r in some.items() if c.tokens == tokens and c.routing == routing]
+                pairs = [pair[0] for r in rows if (pair := report.over_steal(r, name))]
                 if pairs:
                     points.append((tokens, report.geometric_mean(pairs)))
             if points:
@@ -128,23 +144,10 @@ def policies(jobs: Jobs, folder: Path) -> None:
                     **{"marker": MARKS[i], "color": COLOURS[i], "label": name, "markersize": 4},
                 )
         by_tokens(axis, routing, ticks)
+        axis.set_title(title, fontsize=10)
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_locator(FixedLocator([0.8, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16]))
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    if held:
-        tried = {cell for cell, sms in jobs if sms}
-        some_jobs = {job: rows for job, rows in jobs.items() if job[0] in tried}
-        for i, name in enumerate(ORDER):
-            points = [
-                (sms, report.geometric_mean(ratios))
-                for sms in (0, *held)
-                if (ratios := report.held_ratios(some_jobs, name, sms))
-            ]
-            if points:
-                look = {"marker": MARKS[i], "color": COLOURS[i], "markersize": 4}
-                axes[2].plot(*zip(*points, strict=True), label=name, **look)
-        axes[2].set_title("up to 1,024 tokens, SMs held", fontsize=10)
-        axes[2].set_xlabel("SMs that another kernel holds")
     save(figure, folder, "policies")
 
 

@@ -19,11 +19,15 @@ SM that was done for good. The kernel's clock ticks coarsely, about a microsecon
 as several launches, they are of the last.
 
 dram_over_min is filled in by counters.py; null where it has not been measured.
+
+A cell whose work an exception ends gets rows with that error, and the run goes on with the next;
+the same command tries it again.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -53,6 +57,8 @@ KNOB_CASES = (
 )
 STATS_LAUNCHES = 3
 HELD_SECONDS = 20.0
+STOPPED = "stopped: "
+"""What the error of a job that an exception ended begins with."""
 COLUMNS = START, END, TASKS, STEALS, SWEEPS, TICKETS, LOST, PLANNED = range(8)
 """Of the kernel's statistics, a row a worker; times in ns."""
 FIGURES = (
@@ -134,7 +140,7 @@ def base_row(cell: Cell, job: Job, variant: Variant) -> Row:
 
 def remaining(jobs: Iterable[Job], rows: Iterable[Row], commit: str) -> list[Job]:
     """Jobs with a variant that has no row of this commit: whole, because ratios are paired."""
-    done = {key(row) for row in rows}
+    done = {key(row) for row in rows if not row.get("error", "").startswith(STOPPED)}
     return [
         job
         for job in jobs
@@ -296,6 +302,21 @@ def run_job(cell: Cell, job: Job, seconds: float, sms: int) -> list[Row]:
     return list(rows.values())
 
 
+def run_or_tell(cell: Cell, job: Job, seconds: float, sms: int) -> list[Row]:
+    """run_job; where an exception ends it and the GPU still works, rows that say so."""
+    try:
+        return run_job(cell, job, seconds, sms)
+    except RuntimeError as problem:
+        if cell.device.type == "cuda":
+            torch.cuda.synchronize()  # raises where there is no going on
+        said = str(problem).splitlines() or [""]
+        words = f"{STOPPED}{type(problem).__name__}: {said[0][:200]}"
+        return [
+            base_row(cell, job, variant) | median_summary([]) | {"error": words}
+            for variant in job.variants
+        ]
+
+
 def show(job: Job, rows: list[Row], elapsed: float) -> None:
     texts = []
     for variant, row in zip(job.variants, rows, strict=True):
@@ -325,6 +346,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    # Streams that share one of the GPU's queues wait for each other, and the neighbour's must have
+    # its own. Read when CUDA starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     clock = common.Clock(args.max_seconds)
     commit = args.commit or common.git_commit()
     out = Path(args.out)
@@ -345,11 +369,11 @@ def main(arguments: list[str] | None = None) -> int:
     jobs = [job for job in jobs if args.only is None or (job.sms_held > 0) == (args.only == "held")]
     todo = remaining(jobs, [] if args.again else common.read_rows(out), commit)
     layers: list[Layer] = []
-    model, cell = None, None
+    model, cell, stopped = None, None, 0
     for job in todo:
         if not clock.room():
             print("out of time: the same command goes on from here", flush=True)
-            return 0
+            break
         if job.case.model != model:
             cell, layers = None, []
             if device.type == "cuda":
@@ -358,10 +382,13 @@ def main(arguments: list[str] | None = None) -> int:
         if cell is None or cell.case != job.case:
             cell = Cell(job.case, layers, rates, device)
         seconds = args.cell_seconds or common.seconds_of(job.case.tokens)
-        rows = run_job(cell, job, seconds, sms)
+        rows = run_or_tell(cell, job, seconds, sms)
+        stopped += any(row.get("error", "").startswith(STOPPED) for row in rows)
         common.add_rows(out, [row | about for row in rows])
         show(job, rows, clock.elapsed)
-    return 0
+    if stopped:
+        print(f"jobs stopped: {stopped}; the same command tries them again", flush=True)
+    return int(stopped > 0)
 
 
 if __name__ == "__main__":

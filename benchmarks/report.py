@@ -4,7 +4,8 @@
     python benchmarks/report.py --check    # exit status 1 if a page is not what the results say
 
 Where a cell was timed several times, the last commit's rows count, and of those the last of each
-contestant: rows of different commits are never compared. What has not been measured is left out.
+contestant: rows of different commits are never compared. Nor are rows of different files, which are
+of different runs. What has not been measured is left out.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-NAMES = ("experts", "policies", "neighbours", "layer")
+NAMES = ("experts", "policies", "neighbours", "layer", "more-rivals")
 FILES = {name: RESULTS / f"h200-{name}.jsonl" for name in NAMES}
 README, DETAILS = ROOT / "README.md", ROOT / "docs/benchmarks.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 FEW = 256
 """Most tokens that count as few, here and in common.py."""
+BATCH = 16
+"""Fewest tokens that count as a batch: with less, most experts have no token."""
 DECODE = 64
 """Most tokens where what the router adds is said in microseconds, not as a share."""
 LEVEL = 0.01
@@ -183,24 +186,77 @@ def contestants_table(cells: dict[Cell, Rows]) -> str:
     return markdown(["model", "tokens", "routing", "floor", *(f"`{n}`" for n in names)], lines)
 
 
+def ratios_to_rival(cells: dict[Cell, Rows]) -> dict[Cell, float]:
+    """Of the cells that have one."""
+    return {cell: r for cell, rows in cells.items() if (r := ratio_to_rival(rows)) is not None}
+
+
 def rivals_words(cells: dict[Cell, Rows]) -> str:
     """Means, and the cells where a rival is faster."""
-    ratios = {cell: r for cell, rows in cells.items() if (r := ratio_to_rival(rows)) is not None}
+    ratios = ratios_to_rival(cells)
     if not ratios:
         return ""
-    models = dict.fromkeys(cell.model for cell in ratios)
-    by_model = ", ".join(
-        f"{m} {geometric_mean(r for c, r in ratios.items() if c.model == m):.2f}" for m in models
+
+    def mean(keep: Callable[[Cell], bool]) -> str:
+        return f"{geometric_mean(r for cell, r in ratios.items() if keep(cell)):.2f}"
+
+    models, routings = (dict.fromkeys(cell[i] for cell in ratios) for i in (0, 2))
+    by_model = ", ".join(f"{m} {mean(lambda c, m=m: c.model == m)}" for m in models)
+    by_tokens = ", ".join(
+        f"{mean(lambda c, t=t: c.tokens == t)} at {t:,}" for t in sorted({c.tokens for c in ratios})
     )
-    behind = [f"{cell} ({ratio:.2f})" for cell, ratio in ratios.items() if ratio < 1]
-    mean = geometric_mean(ratios.values())
+    by_routing = ", ".join(f"{r} {mean(lambda c, r=r: c.routing == r)}" for r in routings)
+    behind = [f"{cell} ({ratio:.3f})" for cell, ratio in ratios.items() if ratio < 1]
+    close = sum(abs(ratio - 1) <= LEVEL for ratio in ratios.values())
     words = [
-        f"Geometric mean against the best rival in each cell: {mean:.2f} ({by_model}).",
+        f"Geometric mean against the best rival in each cell: {mean(lambda _: True)} (by model: "
+        f"{by_model}; by tokens: {by_tokens}; by routing: {by_routing}).",
         f"Slower than the best rival in {len(behind)} of {len(ratios)} cells: {listed(behind)}."
         if behind
         else f"At least as fast as the best rival in all {len(ratios)} cells.",
     ]
+    if close:
+        words.append(f"Within {LEVEL:.0%} of it, either way, in {close}.")
     return " ".join(words)
+
+
+def more_rivals_words(more: dict[Cell, Rows], known: Iterable[str]) -> str:
+    """What rivals beside the known ones change where they were timed, too."""
+    ratios, known = ratios_to_rival(more), set(known)
+    names = dict.fromkeys(name for rows in more.values() for name in rows)
+    others = [name for name in names if not name.startswith("weave") and name not in known]
+    if not ratios or not others:
+        return ""
+    best = {cell: str(rival["contestant"]) for cell in ratios if (rival := best_rival(more[cell]))}
+    among = {
+        cell: {name: row for name, row in rows.items() if name not in others}
+        for cell, rows in more.items()
+    }
+    before = ratios_to_rival(among)
+    wins = [
+        f"{name} in {len(its)} ({', '.join(map(str, its))})"
+        for name in others
+        if (its := [cell for cell, winner in best.items() if winner == name])
+    ]
+    text = (
+        f"With {', '.join(others)} as well, timed apart in {len(ratios)} cells, the best rival is "
+    )
+    text += f"{'; '.join(wins)}; else one of those above" if wins else "still one of those above"
+    text += f". The geometric mean there is {geometric_mean(ratios.values()):.2f}"
+    if wins and before:
+        text += f", against {geometric_mean(before.values()):.2f} over those above alone"
+    behind = [f"{cell} ({ratio:.3f})" for cell, ratio in ratios.items() if ratio < 1]
+    return text + (f"; slower in {len(behind)}: {listed(behind)}." if behind else ".")
+
+
+def rivals_said(rows: Iterable[Row]) -> str:
+    """Names, versions and notes of rivals."""
+    found = {
+        f"{r['contestant']} ({r['version']}: {r['note']})"
+        for r in rows
+        if not r["contestant"].startswith("weave") and r.get("version")
+    }
+    return f"Rivals: {'; '.join(sorted(found))}." if found else ""
 
 
 def rivals_part(cells: dict[Cell, Rows]) -> list[str]:
@@ -213,10 +269,9 @@ def rivals_part(cells: dict[Cell, Rows]) -> list[str]:
         some = {cell: rows for cell, rows in cells.items() if keep(cell) and "weave" in rows}
         if some:
             parts += [title, rivals_table(some), rivals_words(some)]
-    if len(parts) > 3:
-        every = [r for rows in cells.values() if (r := ratio_to_rival(rows)) is not None]
-        if every:
-            parts.append(f"Over all {len(every)} cells: {geometric_mean(every):.2f}.")
+    every = ratios_to_rival(cells).values()
+    if len(parts) > 3 and every:
+        parts.append(f"Over all {len(every)} cells: {geometric_mean(every):.2f}.")
     return parts
 
 
@@ -298,8 +353,34 @@ def dynamic_words(jobs: dict[tuple[Cell, int], Rows], *, where: bool = False) ->
             text += f" ({grouped(counter[which])})" if where else ""
     if len(counter["slower"]) < len(counter["level"] + counter["faster"]):
         text += ": what pays is handing out tasks at run time, more than stealing them"
-    words.append(f"{text}.")
-    return " ".join(words)
+    words += [f"{text}.", steals_words(jobs)]
+    return " ".join(word for word in words if word)
+
+
+def steals_words(jobs: dict[tuple[Cell, int], Rows]) -> str:
+    """How often a queue was stolen from."""
+
+    def counts(name: str) -> list[float]:
+        rows = [named.get(name, {}) for named in jobs.values()]
+        return [row["steals"] for row in rows if row.get("steals") is not None]
+
+    steal, window = counts("steal"), counts("window")
+    if not steal:
+        return ""
+    without = sum(count == 0 for count in steal)
+    text = f"In {without} of {len(steal)} cells"
+    text += ", those with SMs held among them," if held_jobs(jobs) else ""
+    text += " a launch under `steal` steals nothing"
+    if without < len(steal):
+        text += f", in the others up to {max(steal):,.0f} times"
+    if 2 * without > len(steal):
+        text += ": queues are refilled by a few tasks at a time, so that little is left in them"
+    if window and max(window):
+        text += (
+            f". Under `window`, whose queues are filled before the first task, up to "
+            f"{max(window):,.0f} times"
+        )
+    return f"{text}."
 
 
 def dynamic_words_of_experts(cells: dict[Cell, Rows]) -> str:
@@ -344,15 +425,32 @@ def static_expert_words(jobs: dict[tuple[Cell, int], Rows]) -> str:
     }
     if not ratios:
         return ""
-    few = {c: r for c, r in ratios.items() if c.routing == SKEWED and c.tokens <= FEW}
-    best = max(few or ratios, key=lambda cell: ratios[cell])
-    return (
+    text = (
         "With every expert's tasks fixed to its own SMs (`static_expert`) the layer takes "
         f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f} times as long as with stealing, "
-        f"{geometric_mean(ratios.values()):.2f} in the geometric mean; "
-        + (f"at {SKEWED} and up to {FEW} tokens" if few else "it is")
-        + f" at most {ratios[best]:.2f} times ({best.model}, {best.tokens:,} tokens)."
+        f"{geometric_mean(ratios.values()):.2f} in the geometric mean"
     )
+    for title, routing, low, high in (
+        (
+            f"below {BATCH} tokens, where few experts are used and so few SMs have work,",
+            "",
+            0,
+            BATCH,
+        ),
+        (f"at {SKEWED} from {BATCH} to {FEW} tokens", SKEWED, BATCH, FEW + 1),
+        (f"at {SKEWED} above", SKEWED, FEW + 1, math.inf),
+        (f"at even routing from {BATCH} tokens up", EVEN, BATCH, math.inf),
+    ):
+        some = {
+            cell: ratio
+            for cell, ratio in ratios.items()
+            if cell.routing == (routing or cell.routing) and low <= cell.tokens < high
+        }
+        if some:
+            most = max(some, key=lambda cell: some[cell])
+            where = f"{most.model}, {tokens_said(most.tokens)}"
+            text += f"; {title} at most {some[most]:.2f} times ({where})"
+    return f"{text}."
 
 
 def by_policy_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
@@ -381,6 +479,10 @@ def by_policy_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
         if set(line[1:]) - {"-"}:
             lines.append(line)
     return markdown(["over steal", *(title for title, _ in columns)], lines) if lines else ""
+
+
+def tokens_said(tokens: int) -> str:
+    return f"{tokens:,} token{'s' if tokens != 1 else ''}"
 
 
 def figure(row: Row, name: str, form: str) -> str:
@@ -414,60 +516,64 @@ def every_cell_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
             )
     head = ["model", "tokens", "routing", "steal, us", "of the floor"]
     head += [f"`{name}`" for name in ORDER[1:]]
-    head += ["tasks", "stolen", "busy share", "tail gap, us: steal / static_strided"]
+    head += ["tasks", "steals", "busy share", "tail gap, us: steal / static_strided"]
     return markdown(head, lines) if lines else ""
 
 
-def held_ratios(jobs: dict[tuple[Cell, int], Rows], name: str, held: int) -> list[float]:
-    """Times with SMs held over steal's on the idle GPU, of the cells that have both."""
-    return [
-        rows[name]["us"] / jobs[cell, 0]["steal"]["us"]
-        for (cell, sms), rows in jobs.items()
-        if sms == held
-        and "us" in rows.get(name, {})
-        and "us" in jobs.get((cell, 0), {}).get("steal", {})
-    ]
+def held_jobs(jobs: dict[tuple[Cell, int], Rows]) -> dict[tuple[Cell, int], Rows]:
+    """Those with SMs held, fewer first."""
+    held = [job for job in jobs.items() if job[0][1]]
+    return dict(sorted(held, key=lambda item: item[0][1]))
 
 
 def held_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
-    """A row a number of SMs held."""
-    counts = sorted({held for _, held in jobs if held})
-    cells = {cell for cell, held in jobs if held}
-    if not counts:
-        return ""
-    some = {job: rows for job, rows in jobs.items() if job[0] in cells}
-    names = [name for name in ORDER if held_ratios(some, name, counts[0])]
+    """A row a number of SMs held and cell: what ran beside the same kernel, in turn."""
     lines = []
-    for held in (0, *counts):
-        ratios = {name: held_ratios(some, name, held) for name in names}
-        line = [f"{held}"]
-        line += [f"{geometric_mean(ratios[n]):.3f}" if ratios[n] else "-" for n in names]
-        lines.append(line)
-    return markdown(["SMs held", *(f"`{name}`" for name in names)], lines) if lines else ""
+    for (cell, held), rows in held_jobs(jobs).items():
+        steal = rows.get("steal", {})
+        if "us" in steal:
+            pairs = [over_steal(rows, name) for name in ORDER[1:]]
+            lines.append(
+                [
+                    *(f"{held}", cell.model, f"{cell.tokens:,}", cell.routing),
+                    *(f"{steal['us']:.1f}", *(f"{p[0]:.3f}" if p else "-" for p in pairs)),
+                ]
+            )
+    head = ["SMs held", "model", "tokens", "routing", "steal, us", *(f"`{n}`" for n in ORDER[1:])]
+    return markdown(head, lines) if lines else ""
 
 
-def held_words(jobs: dict[tuple[Cell, int], Rows]) -> str:
-    """static_strided and counter over steal, by SMs held."""
+def held_words(jobs: dict[tuple[Cell, int], Rows], *, where: bool = False) -> str:
+    """static_strided and counter over steal, by SMs held. where: name the cells."""
+    held = held_jobs(jobs)
     texts = []
-    for name in ("static_strided", "counter"):
+    for count in dict.fromkeys(sms for _, sms in held):
+        some = [rows for (_, sms), rows in held.items() if sms == count]
         parts = []
-        for held in sorted({held for _, held in jobs if held}):
-            pairs = [
-                pair[0]
-                for (_, sms), rows in jobs.items()
-                if sms == held and (pair := over_steal(rows, name))
-            ]
+        for name in ("static_strided", "counter"):
+            pairs = [pair[0] for rows in some if (pair := over_steal(rows, name))]
             if pairs:
-                span = f"{min(pairs):.2f} to {max(pairs):.2f}"
-                parts.append(f"{geometric_mean(pairs):.2f} ({span}) with {held}")
+                span = one_or_range(pairs, ".2f")
+                parts.append(f"`{name}` takes {geometric_mean(pairs):.2f} ({span})")
         if parts:
-            texts.append(f"`{name}` takes {', '.join(parts)}")
+            cells = f"{len(some)} cell{'s' if len(some) != 1 else ''}"
+            texts.append(f"with {count} SMs held ({cells}) {', '.join(parts)}")
     if not texts:
         return ""
-    return (
-        "Where another kernel holds SMs the whole time, over `steal` beside it, geometric means: "
-        f"{'; '.join(texts)}."
-    )
+    models = ", ".join(dict.fromkeys(cell.model for cell, _ in held))
+    words = [
+        "Where another kernel holds SMs the whole time, over `steal` beside it, geometric means of "
+        f"{models}: {'; '.join(texts)}."
+    ]
+    nothing = [
+        f"{cell} with {sms}"
+        for (cell, sms), rows in held.items()
+        if (pair := over_steal(rows, "static_strided")) and pair[0] - 1 <= max(LEVEL, pair[1])
+    ]
+    if nothing:
+        text = f"Stealing gains nothing over static lists in {len(nothing)} of these {len(held)}"
+        words.append(text + (f": {listed(nothing)}." if where else "."))
+    return " ".join(words)
 
 
 def knobs_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
@@ -499,27 +605,85 @@ def memory_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
     return markdown(["cell", *(f"`{name}`" for name in ORDER)], lines) if lines else ""
 
 
+def memory_words(jobs: dict[tuple[Cell, int], Rows]) -> str:
+    """What policies read over the least, with few and with many tokens."""
+    texts = []
+    for few, said in ((True, f"Up to {FEW} tokens"), (False, "above")):
+        found: dict[str, list[float]] = {}
+        for cell, rows in idle_cells(jobs).items():
+            for name in ORDER:
+                value = rows.get(name, {}).get("dram_over_min")
+                if value is not None and (cell.tokens <= FEW) == few:
+                    found.setdefault(name, []).append(value)
+        if found:
+            each = [f"`{n}` {one_or_range(values, '.2f')}" for n, values in found.items()]
+            texts.append(f"{said} {', '.join(each)} times the least")
+    return f"{'; '.join(texts)}." if texts else ""
+
+
 # --- beside neighbours --------------------------------------------------------------------------
 
 
-def neighbours_table(rows: Iterable[Row]) -> str:
-    def job(row: Row) -> tuple[Any, ...]:
+def load_neighbours(rows: Iterable[Row]) -> dict[tuple[Cell, str, int], Rows]:
+    """Rows by cell, neighbour and its SMs, and contestant."""
+
+    def job(row: Row) -> tuple[Cell, str, int]:
         return (cell_of(row), row["neighbour"], row["neighbour_sms"] or 0)
 
+    found: dict[tuple[Cell, str, int], Rows] = newest(
+        rows, job, lambda row: str(row["contestant"]).partition(":")[2]
+    )
+    return found
+
+
+def all_reduce_words(rows: Iterable[Row]) -> str:
+    """What a policy takes beside all-reduces, over stealing beside them and over itself alone."""
+    jobs = {
+        cell: found
+        for (cell, kind, _), found in load_neighbours(rows).items()
+        if kind == "all-reduce"
+    }
+    over = {
+        name: [found[name]["us"] / found["steal"]["us"] for found in jobs.values() if name in found]
+        for name in ("static_strided", "counter")
+    }
+    texts = [
+        f"`{name}` takes {geometric_mean(ratios):.2f} ({one_or_range(ratios, '.2f')})"
+        for name, ratios in over.items()
+        if ratios
+    ]
+    if not texts:
+        return ""
+    alone = [found["steal"]["slowdown"] for found in jobs.values()]
+    used = [row for found in jobs.values() for row in found.values()]
+    left = [row["neighbour_tbs"] / row["neighbour_alone_tbs"] for row in used]
+    cells = f"{len(jobs)} cell{'s' if len(jobs) != 1 else ''}"
+    right = all(row["equal_bits"] and row["finite"] and row["reduced_right"] for row in used)
+    return (
+        "Beside NCCL's all-reduces on two GPUs, over `steal` beside them, geometric means of "
+        f"{cells}: {', '.join(texts)}. `steal` takes {one_or_range(alone, '.2f')} times as long as "
+        f"alone, and the all-reduces run at {one_or_range(left, '.2f')} of their rate. "
+        + ("All results are right." if right else "**Some results are wrong.**")
+    )
+
+
+def neighbours_table(rows: Iterable[Row]) -> str:
     lines = []
-    for (cell, kind, sms), found in newest(rows, job, lambda row: str(row["contestant"])).items():
+    for (cell, kind, sms), found in load_neighbours(rows).items():
         for name, row in found.items():
             good = row["equal_bits"] and row["finite"] and row.get("reduced_right", True)
+            steal = found.get("steal", {}).get("us")
             lines.append(
                 [
-                    *(f"{kind} {sms or ''}".strip(), str(cell), f"`{name.partition(':')[2]}`"),
+                    *(f"{kind} {sms or ''}".strip(), str(cell), f"`{name}`"),
                     *(f"{row['alone_us']:.1f}", f"{row['us']:.1f}", f"{row['slowdown']:.2f}"),
+                    f"{row['us'] / steal:.3f}" if steal else "-",
                     f"{row['neighbour_alone_tbs']:.2f} / {row['neighbour_tbs']:.2f}",
                     "yes" if good else "**no**",
                 ]
             )
     head = ["neighbour", "cell", "policy", "alone, us", "beside it, us", "times as long"]
-    head += ["neighbour alone / beside, TB/s", "right"]
+    head += ["over steal beside it", "neighbour alone / beside, TB/s", "right"]
     return markdown(head, lines) if lines else ""
 
 
@@ -679,26 +843,26 @@ def floor_words(rows: list[Row]) -> str:
     )
 
 
-def readme_section(experts: list[Row], policies: list[Row], layer: Sequence[Row] = ()) -> str:
-    """The generated part of the README, between its markers."""
+def readme_section(
+    experts: list[Row],
+    policies: list[Row],
+    layer: Sequence[Row] = (),
+    *,
+    neighbours: Sequence[Row] = (),
+    more: Sequence[Row] = (),
+) -> str:
+    """The generated part of the README, between its markers. more: rows of more rivals."""
     cells, jobs = load_experts(experts), load_policies(policies)
     used = [row for rows in cells.values() for row in rows.values()]
-    rivals = sorted(
-        {
-            f"{r['contestant']} ({r['version']}: {r['note']})"
-            for r in used
-            if not r["contestant"].startswith("weave") and r.get("version")
-        }
-    )
     head = (
         f"{provenance(used)}; experts from ids to output, replays of CUDA graphs, contestants in "
-        f"turn in one process, microseconds a call. {floor_words(used)}"
-    )
-    if rivals:
-        head += f" Rivals: {'; '.join(rivals)}."
+        f"turn in one process, microseconds a call. {floor_words(used)} {rivals_said(used)}"
+    ).strip()
     dynamic = dynamic_words(jobs) or dynamic_words_of_experts(cells)
-    parts = [head, *rivals_part(cells), picture("rivals", "docs/"), dynamic]
-    parts += [static_expert_words(jobs), held_words(jobs), picture("policies", "docs/")]
+    more_words = more_rivals_words(load_experts(more), {row["contestant"] for row in used})
+    parts = [head, *rivals_part(cells), more_words, picture("rivals", "docs/")]
+    parts += ["**By policy**" if jobs else "", dynamic, static_expert_words(jobs)]
+    parts += [held_words(jobs), all_reduce_words(neighbours), picture("policies", "docs/")]
     whole = layer_part(layer, "docs/")
     parts += ["**The whole layer**", *whole] if whole else []
     parts.append("How it is measured, and all tables: [docs/benchmarks.md](docs/benchmarks.md).")
@@ -710,13 +874,26 @@ def details_section(
     policies: list[Row],
     neighbours: list[Row],
     layer: Sequence[Row] = (),
+    *,
+    more: Sequence[Row] = (),
 ) -> str:
-    """The generated part of docs/benchmarks.md."""
+    """The generated part of docs/benchmarks.md. more: rows of more rivals."""
     cells, jobs = load_experts(experts), load_policies(policies)
     rows = [row for found in cells.values() for row in found.values()]
-    parts = ["## Against the floor and rivals", f"{provenance(rows)}. {floor_words(rows)}"]
+    head = f"{provenance(rows)}. {floor_words(rows)} {rivals_said(rows)}".strip()
+    parts = ["## Against the floor and rivals", head]
     parts += [picture("floor"), picture("rivals"), rivals_words(cells)]
     parts += ["Microseconds a call:", contestants_table(cells)]
+    others = load_experts(more)
+    if others:
+        apart = [row for found in others.values() for row in found.values()]
+        parts += [
+            "### More rivals",
+            f"{provenance(apart)}. {floor_words(apart)} Another process than the table above: only "
+            f"times of one row can be compared. {rivals_said(apart)}".strip(),
+            more_rivals_words(others, {row["contestant"] for row in rows}),
+            *("Microseconds a call:", contestants_table(others)),
+        ]
     whole = layer_part(layer, "")
     if whole:
         parts += ["## The whole layer", *whole]
@@ -724,34 +901,40 @@ def details_section(
         padded = padded_table(load_padded(layer))
         parts += ["Calls that have more tokens than valid ones:", padded] if padded else []
     if jobs:
-        used = [row for rows in jobs.values() for row in rows.values()]
+        idle, held = (
+            [row for (_, sms), rows in jobs.items() if (sms > 0) == there for row in rows.values()]
+            for there in (False, True)
+        )
         parts += [
             "## By policy",
-            f"{provenance(used)}. {floor_words(used)}",
+            f"{provenance(idle)}. {floor_words(idle)}" if idle else "",
             *(dynamic_words(jobs, where=True), by_policy_table(jobs), picture("policies")),
             *("### A fixed map of experts to SMs, over `steal`", static_expert_words(jobs)),
             static_expert_table(jobs),
         ]
         for title, text in (
             (
-                "### With SMs held\n\nGeometric means of the time over that of `steal` on the idle "
-                "GPU, of the same cells.",
+                f"### With SMs held\n\n{provenance(held)}. {held_words(jobs, where=True)} Policies "
+                "over `steal` beside the same kernel:"
+                if held
+                else "",
                 held_table(jobs),
             ),
             ("### The queues' knobs", knobs_table(jobs)),
             (
-                "### Memory\n\nBytes read from DRAM over the least possible / L2 hit rate, by the "
-                "hardware counters.",
+                f"### Memory\n\n{memory_words(jobs)} Bytes read from DRAM over the least possible "
+                "/ L2 hit rate, by the hardware counters:",
                 memory_table(jobs),
             ),
             ("### Every cell\n\nPolicies over `steal`, idle GPU.", every_cell_table(jobs)),
         ):
             if text:
-                parts += [title, held_words(jobs) if text == held_table(jobs) else "", text]
+                parts += [title, text]
     if neighbours:
         parts += [
             "## Beside other work",
             provenance(neighbours) + ".",
+            all_reduce_words(neighbours),
             neighbours_table(neighbours),
         ]
     return "\n".join([BEGIN, "\n\n".join(part for part in parts if part), END])
@@ -762,7 +945,7 @@ def picture(name: str, folder: str = "") -> str:
     titles = {
         "rivals": "Times as fast as the best rival, by tokens",
         "floor": "Share of the floor, by tokens",
-        "policies": "Policies over stealing, by tokens and by SMs held",
+        "policies": "Policies over stealing, by tokens, on an idle GPU and with SMs held",
         "layer": "The whole layer: times as fast as the best rival, by tokens",
     }
     there = (DETAILS.parent / f"{name}.png").exists()
@@ -779,8 +962,21 @@ def pages() -> dict[Path, str]:
     """The text that each page should have."""
     rows = {name: read(path) for name, path in FILES.items()}
     return {
-        README: replaced(README, readme_section(rows["experts"], rows["policies"], rows["layer"])),
-        DETAILS: replaced(DETAILS, details_section(*rows.values())),
+        README: replaced(
+            README,
+            readme_section(
+                *(rows["experts"], rows["policies"], rows["layer"]),
+                neighbours=rows["neighbours"],
+                more=rows["more-rivals"],
+            ),
+        ),
+        DETAILS: replaced(
+            DETAILS,
+            details_section(
+                *(rows["experts"], rows["policies"], rows["neighbours"], rows["layer"]),
+                more=rows["more-rivals"],
+            ),
+        ),
     }
 
 

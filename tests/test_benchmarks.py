@@ -6,6 +6,7 @@ Their modules are imported as they are run: from their own folder.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -458,6 +459,68 @@ def test_a_policy_with_other_bits_is_not_timed(policies: ModuleType, common: Mod
     assert "us" not in window
 
 
+def test_one_job_that_stops_is_not_the_whole_run(
+    policies: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = ["--models", "tiny", "--tokens", "1,3,5", "--skews", "0.0", "--out", str(out)]
+    command += ["--held", "", "--cell-seconds", "0.01", "--commit", "c"]
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # is put back at the end
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    real = policies.common.in_turn
+    calls: list[int] = []
+
+    def planted(*arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("the block ran for longer than 20 s\nand more")
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(policies.common, "in_turn", planted)
+    assert policies.main(command) == 1
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert "jobs stopped: 1;" in capsys.readouterr().out
+    rows = rows_of(out)
+    assert len(rows) == 3 * 6
+    failed = [row for row in rows if "error" in row]
+    assert {row["T"] for row in failed} == {3}
+    assert len(failed) == 6
+    assert {row["error"] for row in failed} == {
+        "stopped: RuntimeError: the block ran for longer than 20 s"
+    }
+    assert not any("us" in row or "over_steal" in row for row in failed)
+    assert all("error" in row or row["us"] > 0 for row in rows)
+    assert policies.main(command) == 0
+    again = rows_of(out)[len(rows) :]
+    assert [row["T"] for row in again] == [3] * 6, "only what had stopped"
+    assert all(row["us"] > 0 for row in again)
+    assert policies.main(command) == 0
+    assert len(rows_of(out)) == len(rows) + 6
+    assert len(calls) == 4
+
+
+def test_a_gpu_that_is_gone_ends_the_run(
+    policies: ModuleType, common: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = make_cell(common, common.Case("tiny", 3, 0.0))
+    job = policies.Job(cell.case, 0, (policies.Variant("steal"),))
+    cell.device = torch.device("cuda", 0)
+
+    def lost(*_: Any) -> Any:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(policies, "run_job", lost)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        policies.run_or_tell(cell, job, 0.01, 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    (row,) = policies.run_or_tell(cell, job, 0.01, 1)
+    assert row["error"].startswith(policies.STOPPED)
+
+
 # --- neighbours.py ------------------------------------------------------------------------------
 
 
@@ -499,11 +562,14 @@ def test_two_gpus_are_asked_for_in_one_line(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
         monkeypatch.setenv(name, "unset")
-    import os
-
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     assert neighbours.main(["--all-reduce"]) == 2
     assert capsys.readouterr().out == "two GPUs are needed, here is 1\n"
     assert os.environ["NCCL_NVLS_ENABLE"] == "0", "multicast stays off"
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "what was set is kept"
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    assert neighbours.main(["--all-reduce"]) == 2
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
 # --- counters.py --------------------------------------------------------------------------------

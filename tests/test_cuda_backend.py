@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import types
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,26 +24,37 @@ import weave_moe
 from generators import ROUTINGS, Case, experts_case, generator
 from weave_moe.backends import cuda
 from weave_moe.reference import local_experts
+from weave_moe.routing import LayerCall, RoutingConfig, check_layer
 from weave_moe.runtime import buffers, driver, kernel
 from weave_moe.runtime.buffers import (
     MAX_CHUNKS,
+    ROUTER_STATE_BYTES,
     BufferPool,
     Buffers,
     Needs,
     needs_of,
     plan_arrays,
 )
-from weave_moe.runtime.kernel import COMBINE_WARPS, PIECE, SORT_THREADS, sort_bytes
+from weave_moe.runtime.kernel import (
+    COMBINE_WARPS,
+    PIECE,
+    ROUTE_WARPS,
+    SORT_THREADS,
+    route_bytes,
+    sort_bytes,
+)
 from weave_moe.schedule import build_plan, plan_groups
 from weave_moe.schedule.granularity import (
     CONTROL_BYTES,
     FEW_TOKENS,
     GATHER_WIDTH,
+    MAX_SLOTS,
     SHARED_BYTES,
     STAGING_BYTES,
+    KernelPlan,
     choose_kernel,
 )
-from weave_moe.shapes import LayerShape
+from weave_moe.shapes import ExpertsCall, LayerShape, SharedExperts, shared_call
 
 H200 = cuda._Device(0, 132, SHARED_BYTES, (9, 0), "NVIDIA H200")
 
@@ -50,6 +62,59 @@ H200 = cuda._Device(0, 132, SHARED_BYTES, (9, 0), "NVIDIA H200")
 def bf16_case(tokens: int = 5, **options: Any) -> Case:
     options = {"hidden": 64, "intermediate": 64, "dtype": torch.bfloat16, **options}
     return experts_case(tokens, **options)
+
+
+def layer_of(
+    case: Case,
+    *,
+    routing: RoutingConfig | None = None,
+    router: str = "same",
+    router_bias: bool | Tensor = False,
+    selection_bias: bool | Tensor = False,
+    shared: int | SharedExperts = 0,
+    gate: torch.dtype | None = None,
+    **changes: Any,
+) -> LayerCall:
+    """The case's experts as a layer's call.
+
+    router: "logits" of fp32 are given, or a weight in x's type ("same") or fp32 ("fp32").
+    routing: by default the case's number of slots, by softmax.  shared: rows of each half of the
+    shared experts, 0 for none, or these themselves.  gate: of the shared experts, in that type.
+    changes: arguments of `check_layer` by name, whatever the rest says.
+    """
+    x, w13, w2, _, ids = case.args
+    expert_map = case.options.get("expert_map")
+    experts = w2.size(0) if expert_map is None else expert_map.numel()
+    g = generator(experts + x.size(0))
+
+    def noise(*size: int, dtype: torch.dtype = x.dtype) -> Tensor:
+        value: Tensor = torch.randn(size, generator=g)
+        return value.to(dtype)
+
+    arguments: dict[str, Any] = {
+        **{"x": x, "w13": w13, "w2": w2, **case.options},
+        "routing": routing or RoutingConfig(ids.size(1)),
+    }
+    if router == "logits":
+        arguments["router_logits"] = noise(x.size(0), experts, dtype=torch.float32)
+    else:
+        dtype = torch.float32 if router == "fp32" else x.dtype
+        arguments["router_weight"] = noise(experts, x.size(1), dtype=dtype)
+    for name, bias in (("router_bias", router_bias), ("selection_bias", selection_bias)):
+        if bias is not False:
+            arguments[name] = noise(experts) if bias is True else bias
+    if isinstance(shared, SharedExperts):
+        arguments["shared"] = shared
+    elif shared:
+        gated = case.options["activation"].gated
+        arguments["shared"] = SharedExperts(
+            noise(shared * (2 if gated else 1), x.size(1)),
+            noise(x.size(1), shared),
+            None if gate is None else noise(1, x.size(1), dtype=gate),
+        )
+    arguments |= changes
+    x, w13, w2 = (arguments.pop(name) for name in ("x", "w13", "w2"))
+    return check_layer(x, w13, w2, **arguments)
 
 
 class TestUnavailable:
@@ -127,6 +192,248 @@ class TestUnavailable:
         assert cuda.BACKEND.unavailable(call) == "this torch was built without CUDA"
 
 
+GATED = bf16_case(activation="silu")
+
+
+def moved_by(tensor: Tensor, elements: int) -> Tensor:
+    """The same values, so many elements after a multiple of 16 bytes."""
+    flat = torch.zeros(tensor.numel() + 16, dtype=tensor.dtype)
+    start = next(i for i in range(16) if flat[i:].data_ptr() % 16 == 0) + elements
+    return flat[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values, every other one of a tensor's."""
+    spread = torch.zeros(*tensor.shape[:-1], 2 * tensor.size(-1), dtype=tensor.dtype)
+    return spread[..., ::2].copy_(tensor)
+
+
+def shared_with(change: str, change_to: Callable[[Tensor], Tensor]) -> SharedExperts:
+    """Shared experts of 64 rows for `GATED`, of which one tensor is changed."""
+    shared = layer_of(GATED, shared=64, gate=torch.bfloat16).shared
+    assert shared is not None
+    return replace(shared, **{change: change_to(getattr(shared, change))})
+
+
+WEIGHT = torch.randn(4, 64, generator=generator(1)).bfloat16()
+REFUSED: dict[str, tuple[LayerCall, str]] = {
+    "groups": (
+        layer_of(
+            bf16_case(experts=66, hidden=8, intermediate=8),
+            routing=RoutingConfig(2, num_groups=33, topk_groups=2),
+        ),
+        "33 groups of experts; at most 32",
+    ),
+    "a router of many experts": (
+        layer_of(bf16_case(experts=513, hidden=8, intermediate=8, mapped=True)),
+        "the router has 1026 experts; at most 1,024",
+    ),
+    "a router of another type": (
+        layer_of(GATED, router_weight=WEIGHT.half()),
+        "router_weight is float16; it must be x's type or float32",
+    ),
+    "a gate of another type": (
+        layer_of(GATED, shared=shared_with("gate", Tensor.half), router_weight=WEIGHT),
+        "shared.gate is float16",
+    ),
+    "two types": (
+        layer_of(GATED, shared=shared_with("gate", Tensor.float)),
+        "router_weight and shared.gate differ in type",
+    ),
+    "a router with gaps": (
+        layer_of(GATED, router_weight=strided(WEIGHT)),
+        "router_weight must be contiguous and start at a multiple of 16 bytes",
+    ),
+    "a router that starts anywhere": (
+        layer_of(GATED, router_weight=moved_by(WEIGHT, 1)),
+        "router_weight must be contiguous and start at a multiple of 16 bytes",
+    ),
+    "a gate that starts anywhere": (
+        layer_of(GATED, shared=shared_with("gate", lambda t: moved_by(t, 4))),
+        "shared.gate must be contiguous and start at a multiple of 16 bytes",
+    ),
+    "logits with gaps": (
+        layer_of(GATED, router="logits", router_logits=strided(torch.zeros(5, 4))),
+        "logits and biases must be contiguous",
+    ),
+    "a bias with gaps": (
+        layer_of(GATED, router_bias=strided(torch.zeros(4))),
+        "logits and biases must be contiguous",
+    ),
+    "a selection bias with gaps": (
+        layer_of(GATED, selection_bias=strided(torch.zeros(4))),
+        "logits and biases must be contiguous",
+    ),
+    "odd shared experts": (
+        layer_of(GATED, shared=60),
+        "the shared experts' intermediate size is 60; it must be a multiple of 8",
+    ),
+    "too many slots": (
+        layer_of(bf16_case(top_k=16, experts=16, intermediate=8), shared=136),
+        "16 experts and 17 slices of shared ones a token; at most 32",
+    ),
+    "too many experts": (
+        layer_of(bf16_case(experts=1024, hidden=8, intermediate=8), shared=8),
+        "1024 experts and 1 slices of shared ones; at most 1,024",
+    ),
+    "weights on both sides": (
+        layer_of(bf16_case(weight_on_input=True), shared=64, gate=torch.bfloat16),
+        "the weight is on the input, and the shared experts' gate on the output",
+    ),
+    "shared w13 with gaps": (
+        layer_of(GATED, shared=shared_with("w13", lambda t: torch.cat((t, t), 1)[:, :64])),
+        "shared weights must be contiguous and start at a multiple of 16 bytes",
+    ),
+    "a shared w2 that starts anywhere": (
+        layer_of(GATED, shared=shared_with("w2", lambda t: moved_by(t, 2))),
+        "shared weights must be contiguous and start at a multiple of 16 bytes",
+    ),
+}
+TAKEN: dict[str, LayerCall] = {
+    "a weight": layer_of(GATED),
+    "logits": layer_of(GATED, router="logits"),
+    "32 groups": layer_of(
+        bf16_case(experts=64, hidden=8, intermediate=8),
+        routing=RoutingConfig(2, num_groups=32, topk_groups=2),
+    ),
+    "a router of 1,024 experts": layer_of(
+        bf16_case(experts=512, hidden=8, intermediate=8, mapped=True)
+    ),
+    "fp32, and a gate of fp32": layer_of(GATED, router="fp32", shared=64, gate=torch.float32),
+    "biases of other types": layer_of(
+        *(GATED,), router_bias=torch.zeros(4).half(), selection_bias=torch.zeros(4).bfloat16()
+    ),
+    "logits that start anywhere": layer_of(
+        GATED, router="logits", router_logits=moved_by(torch.zeros(5, 4).half(), 1)
+    ),
+    "32 slots": layer_of(bf16_case(top_k=16, experts=16, intermediate=8), shared=128),
+    "1,024 experts": layer_of(bf16_case(experts=1023, hidden=8, intermediate=8), shared=8),
+    "the weight on the input": layer_of(bf16_case(weight_on_input=True), shared=64),
+    "biases and interleaved rows": layer_of(
+        bf16_case(biases=True, interleaved=True), shared=72, gate=torch.bfloat16
+    ),
+}
+
+
+class TestWholeLayers:
+    """Router and shared experts in the launch, where the kernel does that; else by parts."""
+
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_what_the_kernel_does_not_do(self, name: str) -> None:
+        call, reason = REFUSED[name]
+        found = cuda.BACKEND.layer_unavailable(call)
+        assert found is not None
+        assert reason in found
+        assert cuda.BACKEND._unsupported(call.experts) is None, "the experts alone are taken"
+
+    @pytest.mark.parametrize("name", TAKEN)
+    def test_what_it_does(self, recorder: Recorder, name: str) -> None:
+        assert cuda.BACKEND.layer_unavailable(TAKEN[name]) is None
+        (launch,), _, _ = recorder.layer(TAKEN[name])
+        assert launch.config.router != "none"
+
+    @pytest.fixture
+    def on_gpu(self, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[LayerCall]:
+        """CPU tensors pass for a GPU's; returns the calls that the backend gets as a whole."""
+        monkeypatch.setattr(ExpertsCall, "device", torch.device("cuda", 0))
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        whole: list[LayerCall] = []
+
+        def layer(self: Any, call: LayerCall, return_routing: bool) -> tuple[Tensor, ...]:
+            whole.append(call)
+            size = (call.experts.num_tokens if return_routing else 0, call.routing.top_k)
+            return call.experts.output(), torch.zeros(size), torch.zeros(size, dtype=torch.int32)
+
+        monkeypatch.setattr(cuda._Cuda, "layer", layer)
+        recorder.all.clear()
+        recorder.launches.clear()
+        return whole
+
+    @staticmethod
+    def call(call: LayerCall, **options: Any) -> Any:
+        given = (*("router_weight", "router_bias", "router_logits"), "selection_bias", "shared")
+        experts = call.experts
+        more = ("activation", "b13", "b2", "expert_map", "interleaved", "weight_on_input")
+        return weave_moe.moe_layer(
+            experts.x,
+            experts.w13,
+            experts.w2,
+            routing=call.routing,
+            **{name: getattr(call, name) for name in given},
+            **{name: getattr(experts, name) for name in more},
+            **options,
+        )
+
+    @pytest.mark.parametrize("backend", ["auto", "cuda"])
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_what_it_does_not_do_is_done_by_parts(
+        self, on_gpu: list[LayerCall], recorder: Recorder, name: str, backend: str
+    ) -> None:
+        call, _ = REFUSED[name]
+        experts, on_cuda = call.experts, 1
+        if call.shared is not None:
+            alone = shared_call(experts.x, call.shared, experts.activation)
+            reason = cuda.BACKEND._unsupported(alone)
+            if reason is not None and backend == "cuda":
+                with pytest.raises(ValueError, match="backend 'cuda' cannot run"):
+                    self.call(call, backend=backend)
+                return
+            on_cuda += reason is None  # else by the reference
+        y, weights, ids = self.call(call, backend=backend, return_routing=True)
+        assert not on_gpu
+        assert y.shape == call.experts.x.shape
+        want = call.route()
+        assert torch.equal(weights, want[0])
+        assert torch.equal(ids, want[1])
+        # The routed experts' launch, and before it one for the shared.
+        assert len(recorder.launches) == on_cuda
+        for launch in recorder.launches:
+            assert launch.config.router == "none"
+            assert not launch.config.shared
+        assert recorder.launches[-1].p.experts == call.experts.shape.experts
+
+    @pytest.mark.parametrize("name", TAKEN)
+    def test_what_it_does_is_handed_over_whole(
+        self, on_gpu: list[LayerCall], recorder: Recorder, name: str
+    ) -> None:
+        for options in ({}, {"backend": "cuda"}, {"return_routing": True}):
+            self.call(TAKEN[name], **options)
+            (whole,) = on_gpu
+            assert whole.routing == TAKEN[name].routing
+            assert whole.shared is TAKEN[name].shared
+            assert not recorder.all
+            on_gpu.clear()
+
+    def test_other_backends_work_by_parts(self, on_gpu: list[LayerCall]) -> None:
+        call = TAKEN["a weight"]
+        y, _, ids = self.call(call, backend="reference", return_routing=True)
+        assert not on_gpu
+        assert bool(y.abs().sum() > 0)
+        assert torch.equal(ids, call.route()[1])
+        with pytest.raises(ValueError, match="backend 'host' cannot run this call"):
+            self.call(call, backend="host")
+
+    def test_gradients_are_refused_by_name(self, on_gpu: list[LayerCall]) -> None:
+        for name in ("router_weight", "selection_bias"):
+            call = layer_of(GATED, selection_bias=True)
+            needed = {name: getattr(call, name).float().requires_grad_()}
+            if name == "router_weight":
+                with pytest.raises(ValueError, match="requires grad"):
+                    self.call(replace(call, **needed))
+            with torch.no_grad():
+                self.call(replace(call, **needed))
+            assert len(on_gpu) == 1
+            on_gpu.clear()
+
+    def test_no_tokens_are_no_launch(self, on_gpu: list[LayerCall], recorder: Recorder) -> None:
+        call = layer_of(bf16_case(0), shared=64)
+        y, weights, ids = self.call(call, return_routing=True)
+        assert y.shape == (0, 64)
+        assert weights.shape == ids.shape == (0, 2)
+        assert not on_gpu
+        assert not recorder.all
+
+
 @dataclass
 class Launched:
     """One launch, recorded. shared: bytes asked for, None for the most there may be."""
@@ -174,8 +481,9 @@ class Recorder:
 
         def kernel_for(config: kernel.KernelConfig, shared: int) -> kernel.Kernels:
             recorder.compiled.append(config)
-            names = ("experts", "sort", "combine") if config.many else ("experts",)
-            fakes: list[Any] = [FakeKernel(name, config) for name in names]
+            names = ("experts", "sort", "combine", "route") if config.many else ("experts",)
+            used = names if config.router != "none" else names[:3]
+            fakes: list[Any] = [FakeKernel(name, config) for name in used]
             return kernel.Kernels(*fakes)
 
         def encode(
@@ -206,6 +514,18 @@ class Recorder:
         self.pool._eager, self.pool._capture = {}, {}
         self.pool._all = weakref.WeakSet()
         patch.setattr(cuda, "_pool", lambda device: self.pool)
+        patch.setattr(cuda, "_pools", {})
+        patch.setattr(torch.cuda, "device", lambda device: _nothing())
+
+    def layer(
+        self, call: LayerCall, *, return_routing: bool = True
+    ) -> tuple[list[Launched], Tensor, Tensor]:
+        """The launches of the experts' kernel in a layer's call, and its weights and ids."""
+        self.launches.clear()
+        self.all.clear()
+        out, weights, ids = cuda.BACKEND.layer(call, return_routing)
+        assert out.shape == call.experts.x.shape
+        return list(self.launches), weights, ids
 
     def run(self, case: Case) -> list[Launched]:
         """The launches of the experts' kernel in a call."""
@@ -257,17 +577,24 @@ def test_no_routing_outgrows_a_launchs_buffers(
         seed=data.draw(st.integers(0, 1000)),
     )
     (launch,) = recorder.run(case)
-    p, config, held = launch.p, launch.config, recorder.buffers
-    # What the device will plan.
     chosen = local_experts(case.call()).flatten().tolist()
+    has_room_for(launch, recorder.buffers, chosen)
+    assert launch.p.experts == launch.p.routed == experts
+    assert launch.p.router.state is launch.p.router.ids is None
+
+
+def has_room_for(launch: Launched, held: Buffers, chosen: list[int]) -> None:
+    """What the device will plan for slots of these experts (-1: none) fits the launch's memory."""
+    p, config, experts = launch.p, launch.config, launch.p.experts
     plan = build_plan(chosen, experts, config.width_cap)[0]
     last_row = max((g.row + g.width for g in plan.groups), default=0)
+    assert len(chosen) == p.tokens * p.top_k
 
     # Data: every group's whole width, and TMA's boxes, which may reach one more.
     hidden, inter = p.hidden, p.intermediate
     fits(held.h, p.h, 2 * last_row * inter)
     fits(held.rows, p.rows, (2 if config.dtype == "bfloat16" else 4) * last_row * hidden)
-    if config.many or config.width_cap > GATHER_WIDTH:
+    if config.many or config.width_cap > GATHER_WIDTH or config.scale_x:
         fits(held.gathered, p.gathered, 2 * last_row * hidden)
     else:
         assert p.gathered is None
@@ -275,8 +602,10 @@ def test_no_routing_outgrows_a_launchs_buffers(
     # Counters: one after the other, in 8-byte words where they are, nothing twice.
     shared = p.shared
     assert shared.max_groups >= len(plan.groups)
+    assert shared.experts == experts
     tiles_up, tiles_down = len(plan.groups) * p.chunks_up, len(plan.groups) * p.chunks_down
     parts = ((tiles_up, shared.up_parts), (tiles_down, shared.down_parts))
+    state = [] if config.router == "none" else [(p.router.state, ROUTER_STATE_BYTES, 4)]
     disjoint(
         held.counters,
         (shared.control, 64, 8),
@@ -284,6 +613,7 @@ def test_no_routing_outgrows_a_launchs_buffers(
         (shared.up_done, 4 * shared.max_groups, 4),
         (shared.down_done, 4 * experts, 4),
         *((at, 4 * tiles, 4) for tiles, at in parts if config.split_k),
+        *state,
     )
     if config.split_k:
         blocks = tiles_up * p.parts_up + tiles_down * p.parts_down
@@ -292,6 +622,8 @@ def test_no_routing_outgrows_a_launchs_buffers(
     used = CONTROL_BYTES + p.ring_bytes
     if not config.many:
         used += 16 * shared.max_groups + 4 * (experts + 1) + 2 * (len(chosen) + plan.rows)
+        # Slots that each block finds for itself: a token a warp, up to 32 slots, id and weight.
+        used += 0 if config.router == "none" else (config.tile_m // 16 + 4) * 32 * 8
         assert used <= SHARED_BYTES
         assert p.chunk_tokens is p.plan.groups is p.plan.slot_row is None
         return
@@ -310,6 +642,77 @@ def test_no_routing_outgrows_a_launchs_buffers(
     )
     assert p.plan.expert_row is p.plan.expert_tokens is p.plan.row_slot is None
     assert all((g.width + 15) // 16 * 16 <= config.width_cap for g in plan.groups)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_no_routing_outgrows_a_layers_buffers(
+    data: st.DataObject, shared_recorder: Recorder
+) -> None:
+    recorder = shared_recorder
+    top_k = data.draw(st.integers(1, 8), "top_k")
+    some = st.one_of(st.integers(top_k, 12), st.sampled_from([64, 600, 1000]))
+    experts = data.draw(some, "experts")
+    tokens = data.draw(st.one_of(st.integers(1, 60), st.sampled_from([130, 257])), "tokens")
+    # Many experts are narrow ones, for the sake of time.
+    inter = 8 * data.draw(st.integers(1, 20 if experts < 600 else 4), "I / 8")
+    hidden = 8 * data.draw(st.sampled_from((1, 7, 8, 33, 36) if experts < 600 else (1, 8)), "H / 8")
+    shared_inter = 8 * data.draw(st.integers(0, 40), "Is / 8")
+    slices = -(-shared_inter // inter)
+    if top_k + slices > MAX_SLOTS or experts + slices > 1024:
+        shared_inter = slices = 0
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    router = data.draw(st.sampled_from(["logits", "same", "fp32"]), "router")
+    gated = bool(slices) and data.draw(st.booleans(), "gate")
+    case = bf16_case(
+        tokens,
+        hidden=hidden,
+        intermediate=inter,
+        experts=experts,
+        top_k=top_k,
+        dtype=dtype,
+        weight_on_input=not gated and data.draw(st.booleans(), "weight_on_input"),
+        routing=data.draw(st.sampled_from(sorted(ROUTINGS)), "routing"),
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    gate = (torch.float32 if router == "fp32" else dtype) if gated else None
+    call = layer_of(case, router=router, shared=shared_inter, gate=gate)
+    assert cuda.BACKEND.layer_unavailable(call) is None
+    (launch,), weights, ids = recorder.layer(call)
+    p, held, r = launch.p, recorder.buffers, launch.p.router
+
+    # Any ids that a router may give, and then the shared experts of each token.
+    routed = local_experts(case.call()).tolist()
+    chosen = [[*row, *range(experts, experts + slices)] for row in routed]
+    has_room_for(launch, held, [e for row in chosen for e in row])
+    assert (p.experts, p.routed, p.top_k) == (experts + slices, experts, top_k + slices)
+    assert (r.experts, r.top_k) == (experts, top_k)
+    assert r.rows == (0 if router == "logits" else experts) + int(gated)
+    assert launch.config.shared == bool(slices)
+
+    # Nothing else may lie where the router's counters are, in a launch of any size.
+    end = held.counters.data_ptr() + held.counters.numel()
+    assert p.shared.down_done + 4 * p.experts <= r.state <= end - ROUTER_STATE_BYTES
+    slots = tokens * p.top_k
+    assert (p.ids, p.weights, p.ids_wide, p.weights_kind) == (r.ids, r.weights, 0, 0)
+    sums = 4 * tokens * -(-p.hidden // 256) * -(-r.rows // 4) * 4
+    parts = [(r.ids, 4 * slots, 4), (r.weights, 4 * slots, 4)]
+    if launch.config.many:
+        assert r.partial is None
+        route = recorder.all[0]
+        assert route.name == "route"
+        assert r.block_tokens in (16, 32), "whole blocks of products"
+        assert (route.blocks - 1) * r.block_tokens < tokens <= route.blocks * r.block_tokens
+        logits = r.block_tokens * -(-r.rows // 4) * 4
+        assert route.shared == 4 * (logits + 8 * (2 * experts + 48)) <= SHARED_BYTES
+    else:
+        parts.append((r.partial, sums, 16))  # read 16 bytes at a time
+        # Scratch of the choice, a token a warp, in what will be the ring.
+        assert 4 * (launch.config.tile_m // 16 + 4) * (2 * experts + 48) <= p.ring_bytes
+    disjoint(held.router, *parts)
+    for at, result in ((r.chosen, ids), (r.chosen_weights, weights)):
+        assert at == result.data_ptr()
+        assert result.shape == (tokens, top_k)
 
 
 @st.composite
@@ -364,16 +767,10 @@ def test_the_plan_of_many_tokens_has_room_for_any_routing(
     assert needs.plan == 4 * sum(words.values())
 
 
-@settings(max_examples=40)
-@given(
-    experts=st.integers(1, 1024),
-    top_k=st.integers(1, 16),
-    workers=st.integers(16, 200),
-    tokens=st.one_of(st.integers(1, cuda.SLAB_TOKENS), st.just(cuda.SLAB_TOKENS)),
-)
-def test_a_block_of_the_sort_gets_the_shared_memory_that_it_asks_for(
-    experts: int, top_k: int, workers: int, tokens: int
-) -> None:
+def loaded_kernels(
+    plan: KernelPlan, router: str
+) -> tuple[kernel.Kernels, dict[str, tuple[int, int]]]:
+    """A plan's kernels, as their names, and for each (most shared memory, threads)."""
     limits: dict[str, tuple[int, int]] = {}
 
     class Library:
@@ -384,24 +781,53 @@ def test_a_block_of_the_sort_gets_the_shared_memory_that_it_asks_for(
             limits[name] = (shared_bytes, threads)
             return name
 
-    plan = choose_kernel(tokens=1 << 14, top_k=8, experts=128, hidden=64)
-    assert plan.many
+    config = kernel.KernelConfig.of(
+        plan,
+        dtype="bfloat16",
+        activation="silu",
+        clamp=False,
+        bias=False,
+        router=router,
+        hidden=64,
+        intermediate=64,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "Library", Library)
         patch.setattr(kernel, "cached_file", lambda *a: types.SimpleNamespace(read_bytes=bytes))
         patch.setattr(kernel.nvrtc, "version", lambda: "0")
-        loaded = kernel._load(
-            kernel.KernelConfig.of(
-                plan,
-                dtype="bfloat16",
-                activation="silu",
-                clamp=False,
-                bias=False,
-                hidden=64,
-                intermediate=64,
-            ),
-            SHARED_BYTES,
-        )
+        return kernel._load(config, SHARED_BYTES), limits
+
+
+@given(st.integers(0, 1024), st.booleans(), st.sampled_from([16, 32]))
+@example(1024, True, 32)
+def test_a_block_that_routes_gets_the_shared_memory_that_it_asks_for(
+    rows: int, gate: bool, tokens: int
+) -> None:
+    plan = choose_kernel(tokens=1 << 14, top_k=8, experts=128, hidden=64, router=True)
+    for router in ("logits", "same", "fp32"):
+        loaded, limits = loaded_kernels(plan, router)
+        assert loaded.route == "weave_route"
+        most, threads = limits["weave_route"]
+        assert threads == 32 * ROUTE_WARPS
+        assert route_bytes(max(rows, 1), rows + gate, tokens) <= most <= SHARED_BYTES
+    few = choose_kernel(tokens=8, top_k=8, experts=128, hidden=64, router=True)
+    assert list(loaded_kernels(few, "same")[1]) == ["weave_experts"]
+
+
+@settings(max_examples=40)
+@given(
+    experts=st.integers(1, 1024),
+    top_k=st.integers(1, 16),
+    workers=st.integers(16, 200),
+    tokens=st.one_of(st.integers(1, cuda.SLAB_TOKENS), st.just(cuda.SLAB_TOKENS)),
+)
+def test_a_block_of_the_sort_gets_the_shared_memory_that_it_asks_for(
+    experts: int, top_k: int, workers: int, tokens: int
+) -> None:
+    plan = choose_kernel(tokens=1 << 14, top_k=8, experts=128, hidden=64)
+    assert plan.many
+    loaded, limits = loaded_kernels(plan, "none")
+    assert loaded.route is None
     assert [loaded.experts, loaded.sort, loaded.combine] == list(limits)
     assert list(limits) == ["weave_experts", "weave_sort", "weave_combine"]
     assert limits["weave_experts"] == (SHARED_BYTES, plan.threads)
@@ -501,6 +927,120 @@ def test_parameters_come_from_the_call(recorder: Recorder) -> None:
     assert (plain.ids_wide, plain.alpha, plain.up_offset) == (0, 1.0, 0.0)
 
 
+def test_a_routers_parameters_come_from_the_call(recorder: Recorder) -> None:
+    routing = RoutingConfig(
+        2, "sqrtsoftplus", renormalize=True, scaling_factor=2.5, num_groups=4, topk_groups=3
+    )
+    call = layer_of(
+        bf16_case(5, valid=3, experts=8),
+        routing=routing,
+        router="fp32",
+        router_bias=torch.zeros(8, dtype=torch.float16),
+        selection_bias=torch.zeros(8, dtype=torch.bfloat16),
+        shared=100 * 8,
+        gate=torch.float32,
+    )
+    (launch,), weights, ids = recorder.layer(call)
+    p, r, shared = launch.p, launch.p.router, call.shared
+    assert shared is not None
+    for name, tensor in (
+        *(("weight", call.router_weight), ("gate", shared.gate), ("bias", call.router_bias)),
+        *(("selection_bias", call.selection_bias), ("chosen", ids), ("chosen_weights", weights)),
+    ):
+        assert tensor is not None
+        assert getattr(r, name) == tensor.data_ptr(), name
+    assert r.logits is r.expert_map is None
+    assert (r.bias_kind, r.selection_kind) == (2, 1)
+    assert RoutingConfig.SCORINGS[r.scoring] == "sqrtsoftplus"
+    assert (r.top_k, r.renormalize, r.groups, r.kept_groups) == (2, 1, 4, 3)
+    assert (r.scale, r.experts, r.rows) == (2.5, 8, 9)
+    assert launch.config.router == "fp32"
+    assert p.valid == call.experts.num_valid_tokens.data_ptr()
+    # Tokens past the valid ones are not routed: what is handed out there is zero.
+    assert not ids.any()
+    assert not weights.any()
+
+    plain = layer_of(bf16_case(5, mapped=True), router="logits", shared=64)
+    (launch,), _, _ = recorder.layer(plain)
+    p, r = launch.p, launch.p.router
+    assert r.weight is r.gate is r.bias is r.selection_bias is None
+    assert r.logits == plain.router_logits.data_ptr()
+    # The router's experts are global ones, and it is the router that maps them.
+    assert (r.experts, r.rows, r.expert_map) == (8, 0, plain.experts.expert_map.data_ptr())
+    assert (p.expert_map, p.experts_global, p.routed, p.experts) == (None, 0, 4, 5)
+    assert (r.renormalize, r.groups, r.kept_groups, r.scale) == (0, 1, 1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("router", "gate", "kind"),
+    [
+        ("logits", None, "logits"),
+        ("logits", torch.float16, "same"),
+        ("logits", torch.float32, "fp32"),
+        ("same", None, "same"),
+        ("same", torch.float16, "same"),
+        ("fp32", None, "fp32"),
+        ("fp32", torch.float32, "fp32"),
+    ],
+)
+def test_kinds_of_routers(
+    recorder: Recorder, router: str, gate: torch.dtype | None, kind: str
+) -> None:
+    for tokens in (5, FEW_TOKENS + 1):
+        case = bf16_case(tokens, dtype=torch.float16)
+        call = layer_of(case, router=router, shared=64, gate=gate)
+        assert cuda.BACKEND.layer_unavailable(call) is None
+        (launch,), _, _ = recorder.layer(call)
+        assert launch.config.router == kind
+        # Logits come first of all, if there is anything to make them from.
+        assert launch.p.router.rows == (gate is not None) + (0 if router == "logits" else 4)
+        names = [one.name for one in recorder.all]
+        assert names == (["experts"] if tokens == 5 else ["route", "sort", "experts", "combine"])
+        assert len({bytes(one.p) for one in recorder.all}) == 1
+    assert [one.maps == b"" for one in recorder.all] == [True, True, False, True]
+
+
+def test_scorings_have_the_numbers_of_the_core(recorder: Recorder) -> None:
+    numbers = []
+    for scoring in RoutingConfig.SCORINGS:
+        call = layer_of(bf16_case(5), routing=RoutingConfig(2, scoring))
+        numbers.append(recorder.layer(call)[0][0].p.router.scoring)
+    (text,) = re.findall(r"enum Scoring : u32 \{(.*?)\}", kernel.device_sources()["route.h"])
+    core = {name.replace("_", "").lower(): int(n) for name, n in re.findall(r"(\w+) = (\d)", text)}
+    assert numbers == [core[name.replace("_", "")] for name in RoutingConfig.SCORINGS]
+
+
+@pytest.mark.parametrize(
+    ("shared", "inter", "slices"),
+    [(0, 64, 0), (8, 64, 1), (64, 64, 1), (72, 64, 2), (128, 64, 2), (1024, 64, 16), (32, 64, 1)],
+)
+def test_shared_experts_are_slices_as_wide_as_the_others(
+    recorder: Recorder, shared: int, inter: int, slices: int
+) -> None:
+    for tokens in (1, 5, 40, FEW_TOKENS + 1):
+        case = bf16_case(tokens, intermediate=inter, experts=6, top_k=3)
+        (launch,), _, _ = recorder.layer(layer_of(case, shared=shared))
+        p = launch.p
+        assert (p.experts, p.routed, p.top_k) == (6 + slices, 6, 3 + slices)
+        assert (p.intermediate, p.shared.experts) == (inter, 6 + slices)
+        assert launch.config.shared == bool(slices)
+        # A kernel and a plan for as many slots as there are, and groups for the routed ones.
+        plan = choose_kernel(
+            tokens=tokens, top_k=3, experts=6, hidden=64, router=True, shared=slices
+        )
+        config = launch.config
+        assert (config.tile_m, config.width_cap, config.many) == (
+            plan.tile_m,
+            plan.width_cap,
+            plan.many,
+        )
+        assert p.ring_bytes == plan.ring_bytes
+        plain = recorder.run(case)[0]
+        assert plain.config.router == "none"
+        assert not plain.config.shared
+        assert (plain.p.experts, plain.p.routed, plain.p.top_k) == (6, 6, 3)
+
+
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", 0), ("bfloat16", 1), ("float16", 2)])
 def test_types_of_weights_have_numbers(recorder: Recorder, dtype: str, kind: int) -> None:
     case = bf16_case(weight_dtype=getattr(torch, dtype))
@@ -558,6 +1098,65 @@ def test_a_residual_follows_the_slabs_and_may_be_the_output(
     assert held[0] not in (strided.data_ptr(), into.data_ptr())
 
 
+def test_slabs_follow_each_other_through_what_a_router_reads_and_writes(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "SLAB_TOKENS", 16)
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        logits = torch.zeros(37, 8, dtype=dtype)
+        call = layer_of(
+            bf16_case(37, mapped=True, residual=True),
+            router="logits",
+            router_logits=logits,
+            selection_bias=True,
+            shared=64,
+            gate=torch.bfloat16,
+        )
+        launches, weights, ids = recorder.layer(call)
+        assert [launch.p.tokens for launch in launches] == [16, 16, 5]
+        for number, launch in enumerate(launches):
+            p, r, first = launch.p, launch.p.router, 16 * number
+            assert p.x == call.experts.x.data_ptr() + first * 64 * 2
+            assert p.residual == call.experts.residual.data_ptr() + first * 64 * 2
+            assert r.logits == logits.data_ptr() + first * 8 * size
+            assert r.logits_kind == {4: 0, 2: 1}[size]
+            assert r.chosen == ids.data_ptr() + first * 2 * 4
+            assert r.chosen_weights == weights.data_ptr() + first * 2 * 4
+            # What the launch itself reads them from, and all that does not go by token.
+            assert r.ids == p.ids == recorder.buffers.router.data_ptr()
+            assert call.shared is not None
+            assert r.gate == call.shared.gate.data_ptr()
+            assert r.selection_bias == call.selection_bias.data_ptr()
+            assert r.expert_map == call.experts.expert_map.data_ptr()
+        launches, weights, ids = recorder.layer(call, return_routing=False)
+        assert weights.numel() == ids.numel() == 0
+        assert all(one.p.router.chosen is one.p.router.chosen_weights is None for one in launches)
+
+
+def test_shared_experts_make_slabs_smaller() -> None:
+    shape = LayerShape(7168, 2048, 256, 8)
+    rows = [cuda.slab_tokens(shape, shared) for shared in range(9)]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[8] < rows[0] <= cuda.SLAB_TOKENS
+    for slices, tokens in enumerate(rows):
+        plan = cuda.choose_kernel(
+            tokens=tokens, top_k=8, experts=256, hidden=7168, router=True, shared=slices
+        )
+        needs = needs_of(
+            plan,
+            tokens=tokens,
+            top_k=8 + slices,
+            experts=256 + slices,
+            hidden=7168,
+            intermediate=2048,
+            dtype="bfloat16",
+            workers=132,
+            router_rows=257,
+        )
+        rest = (15 * (256 + slices) + plan.width_cap) * (4 * 7168 + 2 * 2048)
+        assert needs.h_bytes + needs.row_bytes + needs.gathered_bytes <= cuda.SLAB_BYTES + rest
+
+
 def test_every_launch_of_a_call_has_its_residual(recorder: Recorder) -> None:
     case = bf16_case(FEW_TOKENS + 1, residual=True)
     recorder.run(case)
@@ -574,22 +1173,31 @@ def test_rows_that_do_not_start_at_16_bytes(recorder: Recorder, name: str) -> No
     moved = flat[shift : shift + case.x.numel()].view(case.x.shape)
     moved.copy_(case.x)
     call = case.with_(**{name: moved})
-    if cuda.BACKEND._unsupported(call.call()) is None:
-        p = recorder.run(call)[0].p
+    assert cuda.BACKEND._unsupported(call.call()) is None
+    layer = layer_of(call, router="logits", shared=64)
+    for p in (recorder.run(call)[0].p, recorder.layer(layer)[0][0].p):
         assert p.x % 16 == 0
         assert p.out % 16 == 0
         assert (p.residual or 0) % 16 == 0
         assert bool(p.residual) == (name == "residual")
+    assert p.router.logits == layer.router_logits.data_ptr()
+    assert p.top_k == 3
 
 
 def box_of(
-    flat: Tensor, found: tuple[Any, ...], block: int, tile_k: int, columns: int
+    flat: Tensor,
+    found: tuple[Any, ...],
+    block: int,
+    tile_k: int,
+    *,
+    packed: bool,
+    first: int = 0,
 ) -> list[list[int | None]]:
-    """The rows of a tile that a map's boxes hold, in order, `tile_k` columns from the first: what
+    """The rows of a tile that a map's boxes hold, in order, `tile_k` columns from `first` on: what
     the hardware does with dims, strides and box; None where it fills in zeros."""
     _, _, dims, strides, box, _ = found
     steps = (1, *strides)
-    packed = columns % 64 == 0
+    assert not packed or first % 64 == 0
     depth = 2 if packed else None  # the dimension of blocks of 64 columns
 
     def element(at: list[int]) -> int | None:
@@ -606,7 +1214,7 @@ def box_of(
             index[i], left = left % box[i], left // box[i]
         index[-1] += block
         row = []
-        for column in range(tile_k):
+        for column in range(first, first + tile_k):
             at = list(index)
             at[0] = column % 64 if packed else column
             if depth is not None:
@@ -678,7 +1286,7 @@ class TestMaps:
         for expert in range(experts):
             for chunk in range(p.chunks_up):
                 block = expert * p.up_blocks + chunk * elements // 8
-                got = box_of(w13.flatten(), w13_map, block, tile_k, hidden)
+                got = box_of(w13.flatten(), w13_map, block, tile_k, packed=hidden % 64 == 0)
                 for row, held in enumerate(got):
                     half, element = 0, row
                     if kind != "plain":
@@ -693,6 +1301,117 @@ class TestMaps:
                     }[kind]
                     want = w13[expert, at, :tile_k].tolist()
                     assert held == want + [None] * (tile_k - len(want))
+
+    @pytest.mark.parametrize(
+        ("hidden", "inter", "shared", "kind"),
+        [
+            # Slices that are all of it, two, three, the half of one, a part of two: packed.
+            *((64, 128, 128, "gated"), (72, 64, 128, "plain"), (64, 64, 192, "gated")),
+            *((64, 128, 64, "plain"), (64, 128, 192, "interleaved")),
+            # The same, unpacked: I is no multiple of 64, or Is is none.
+            *((72, 88, 88, "gated"), (64, 72, 144, "interleaved"), (64, 80, 40, "gated")),
+            *((72, 88, 200, "plain"), (64, 128, 8, "gated"), (64, 64, 200, "gated")),
+        ],
+    )
+    @pytest.mark.parametrize("tokens", [1, 40, FEW_TOKENS + 1])
+    def test_boxes_of_shared_experts(
+        self, recorder: Recorder, hidden: int, inter: int, shared: int, kind: str, tokens: int
+    ) -> None:
+        case = bf16_case(
+            tokens,
+            hidden=hidden,
+            intermediate=inter,
+            experts=3,
+            activation="relu2" if kind == "plain" else "silu",
+            interleaved=kind == "interleaved",  # the routed experts, and they alone
+        )
+        call = layer_of(case, shared=shared)
+        assert call.shared is not None
+        weights = call.shared.w13, call.shared.w2
+        (launch,), _, _ = recorder.layer(call)
+        p, config = launch.p, launch.config
+        tile_m, tile_k = config.tile_m, config.tile_k
+        slices = p.experts - p.routed
+        assert (slices - 1) * inter < shared <= slices * inter
+        assert config.packed_down == (inter % 64 == shared % 64 == 0)
+        (map13, map2), (numbers13, numbers2) = (
+            [next(m for m in recorder.maps if m[0] == w.data_ptr()) for w in weights],
+            # Each element is its own number.
+            [torch.arange(w.numel()).view(w.shape) for w in weights],
+        )
+        assert recorder.maps.index(map13) + 1 == recorder.maps.index(map2)
+        elements = tile_m if kind == "plain" else tile_m // 2
+        ran_over, read_nothing = 0, 0
+        for number in range(slices):
+            for chunk in range(p.chunks_up):
+                block = (number * inter + chunk * elements) // 8  # device/producer.h
+                got = box_of(numbers13.flatten(), map13, block, tile_k, packed=config.packed_up)
+                for row, held in enumerate(got):
+                    half, element = 0, row
+                    if kind != "plain":
+                        half, element = row // 8 % 2, row // 16 * 8 + row % 8
+                    element += chunk * elements
+                    if element >= inter:
+                        ran_over += 1
+                        continue  # the next slice's rows: dropped
+                    element += number * inter
+                    want = [None] * tile_k
+                    if element < shared:
+                        row_of = numbers13[element + half * shared, :tile_k].tolist()
+                        want = row_of + [None] * (tile_k - len(row_of))
+                    else:
+                        read_nothing += 1
+                    assert held == want
+            for chunk in range(p.chunks_down):
+                for column in range(0, inter, tile_k):
+                    first = number * inter + column
+                    got = box_of(
+                        numbers2.flatten(),
+                        map2,
+                        chunk * tile_m // 8,
+                        tile_k,
+                        packed=config.packed_down,
+                        first=first,
+                    )
+                    for row, held in enumerate(got):
+                        want = [None] * tile_k
+                        if chunk * tile_m + row < hidden:
+                            row_of = numbers2[chunk * tile_m + row, first : first + tile_k]
+                            want[: len(row_of)] = row_of.tolist()
+                        assert held == want
+        # The rows that a short slice lacks are zeros, and so are its columns: h and w2 alike.
+        halves = 1 if kind == "plain" else 2
+        assert read_nothing == halves * (slices * inter - shared)
+        assert ran_over == halves * slices * (p.chunks_up * elements - inter)
+
+    @pytest.mark.parametrize("shared", [128, 200])
+    @pytest.mark.parametrize("tokens", [5, FEW_TOKENS + 1])
+    def test_h_is_zero_past_a_slice(self, recorder: Recorder, tokens: int, shared: int) -> None:
+        # The last stage of a slice of w2 goes on into the next one.
+        call = layer_of(bf16_case(tokens, intermediate=64), shared=shared)
+        (launch,), _, _ = recorder.layer(call)
+        packed = launch.config.packed_down
+        assert packed == (shared == 128)
+        assert launch.config.tile_k > 64 or tokens > FEW_TOKENS
+        of_h = [m for m in recorder.maps if m[0] == launch.p.h and m[4][0] == 64]
+        assert len(of_h) == launch.config.width_cap // 8
+        for _, _, dims, *_ in of_h:
+            assert (64 * dims[2] if packed else dims[0]) == launch.p.intermediate
+
+    def test_shared_weights_that_moved_get_their_own(self, recorder: Recorder) -> None:
+        call = layer_of(bf16_case(), shared=128)
+        shared = call.shared
+        assert shared is not None
+        (before,), _, _ = recorder.layer(call)
+        made = len(recorder.maps)
+        (again,), _, _ = recorder.layer(call)
+        assert len(recorder.maps) == made
+        assert again.maps == before.maps
+        for name in ("w13", "w2"):
+            moved = replace(shared, **{name: getattr(shared, name).clone()})
+            (after,), _, _ = recorder.layer(replace(call, shared=moved))
+            assert after.maps[256:512] != before.maps[256:512]
+            assert after.maps[:256] == before.maps[:256]
 
     def test_rows_in_buffers_that_grew_get_their_own(self, recorder: Recorder) -> None:
         small, large = bf16_case(3), bf16_case(500)
@@ -723,21 +1442,28 @@ class TestMaps:
             assert 2 * box[0] == swizzle
             assert len(dims) == len(box) == len(strides) + 1 <= 5
 
+    @pytest.mark.parametrize("shared", [None, 0, 256])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("tokens", [5, 40, FEW_TOKENS + 1])
     def test_a_launch_has_those_that_the_kernel_is_compiled_for(
-        self, recorder: Recorder, tokens: int, dtype: torch.dtype
+        self, recorder: Recorder, tokens: int, dtype: torch.dtype, shared: int | None
     ) -> None:
-        (launch,) = recorder.run(bf16_case(tokens, hidden=192, intermediate=128, dtype=dtype))
+        case = bf16_case(tokens, hidden=192, intermediate=128, dtype=dtype)
+        call = layer_of(case, shared=shared or 0)
+        (launch,) = recorder.run(case) if shared is None else recorder.layer(call)[0]
         config, held = launch.config, recorder.buffers
         size = driver.TENSOR_MAP_BYTES
         bits = [launch.maps[at : at + size] for at in range(0, len(launch.maps), size)]
         made = [
             recorder.maps[n - 1] if n else None for n in (int.from_bytes(b, "little") for b in bits)
         ]
-        w13, w2, *rest = made
-        assert w13 is not None
-        assert w2 is not None
+        weights: list[Tensor | None] = [case.w13, case.w2, None, None]
+        if call.shared is not None:
+            weights[2:] = call.shared.w13, call.shared.w2
+        for weight in weights:
+            found, *made = made
+            assert (found and found[0]) == (None if weight is None else weight.data_ptr())
+        rest = made
         by_width = config.width_cap // 8
         h, rest = rest[:by_width], rest[by_width:]
         gathers = config.many or config.width_cap > GATHER_WIDTH
@@ -910,10 +1636,14 @@ class TestErrors:
         weave_moe.check()  # not even torch is asked for the current device
 
 
-@given(st.integers(1, 3000), st.integers(1, 16), st.integers(1, 1024))
-def test_needs_grow_with_tokens(tokens: int, top_k: int, experts: int) -> None:
+@given(
+    st.integers(1, 3000), st.integers(1, 16), st.integers(1, 1024), st.none() | st.integers(0, 1025)
+)
+def test_needs_grow_with_tokens(tokens: int, top_k: int, experts: int, rows: int | None) -> None:
     # Within one kernel: a launch captured for many tokens serves few.
-    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=64)
+    plan = choose_kernel(
+        tokens=tokens, top_k=top_k, experts=experts, hidden=64, router=rows is not None
+    )
 
     def needs(count: int) -> Needs:
         return needs_of(
@@ -925,12 +1655,14 @@ def test_needs_grow_with_tokens(tokens: int, top_k: int, experts: int) -> None:
             intermediate=64,
             dtype="bfloat16",
             workers=132,
+            router_rows=rows,
         )
 
     less, more = needs(max(1, tokens // 2)), needs(tokens)
     # But for the sort's counts: a token more may make chunks larger, and so fewer.
     for name in set(Needs.__dataclass_fields__) - {"plan"}:
         assert getattr(less, name) <= getattr(more, name)
+    assert (more.router > 0) == (rows is not None)
     assert (more.plan > 0) == (more.chunk_tokens > 0) == plan.many
     counts = 2 * min(132, MAX_CHUNKS) * -(-experts // 8) * 8
     assert less.plan - counts <= more.plan

@@ -19,6 +19,7 @@ KEYS = {
 }
 OF_A_FILE = {
     "h200-experts": {"floor_us", "read_tbs", "matrix_tflops"},
+    "h200-more-rivals": {"floor_us", "read_tbs", "matrix_tflops", "version"},
     "h200-policies": {
         *("floor_us", "read_tbs", "matrix_tflops", "trace", "knobs", "sms_held", "steals"),
         *("busy_share", "tail_gap_us", "dram_over_min"),
@@ -74,6 +75,33 @@ def test_the_pages_say_what_the_results_say(report: ModuleType) -> None:
 
 def test_there_is_something_to_report(report: ModuleType) -> None:
     assert "times as fast" in report.readme_section(report.read(report.FILES["experts"]), [])
+    assert {f"h200-{name}" for name in report.NAMES} >= {p.stem for p in RESULTS} - {
+        "h200-counters"  # its figures are in the rows of the policies
+    }
+
+
+def test_counted_bytes_stand_beside_the_policies(report: ModuleType) -> None:
+    counted = {
+        (r["commit"], r["model"], r["T"], r["skew"], r["contestant"]): r["dram_over_min"]
+        for r in report.read(RESULTS[0].parent / "h200-counters.jsonl")
+    }
+    filled = {
+        (r["commit"], r["model"], r["T"], r["skew"], r["contestant"]): r["dram_over_min"]
+        for r in report.read(report.FILES["policies"])
+        if r["dram_over_min"] is not None
+    }
+    assert filled == counted
+
+
+def test_what_a_launch_takes_is_what_the_page_says(report: ModuleType) -> None:
+    from weave_moe.backends.cuda import slab_tokens
+    from weave_moe.simulate.calibrate import SHAPES
+
+    text = " ".join(report.DETAILS.read_text().split())
+    for model, shape in SHAPES.items():
+        most = slab_tokens(shape)
+        if most < 16384:
+            assert f"{model} {most:,}" in text
 
 
 # --- a report of made-up rows -------------------------------------------------------------------
@@ -138,8 +166,12 @@ def test_the_report_names_the_cells_that_are_behind(report: ModuleType) -> None:
         expert_row("a", 4096, 0.0, "weave", 4.0),
     ]
     text = report.readme_section(found, [])
-    assert "Geometric mean against the best rival in each cell: 1.00 (a 1.00)." in text
-    assert "Slower than the best rival in 1 of 2 cells: a T=16 Zipf 1.2 (0.50)." in text
+    assert (
+        "Geometric mean against the best rival in each cell: 1.00 (by model: a 1.00; by tokens: "
+        "2.00 at 1, 0.50 at 16; by routing: even 2.00, Zipf 1.2 0.50)." in text
+    )
+    assert "Slower than the best rival in 1 of 2 cells: a T=16 Zipf 1.2 (0.500)." in text
+    assert "either way" not in text
     few, many = text.split("**More than 256 tokens**")
     assert "| a | 1 | 2.0 | 5.000 | 4.0 (vllm) | 2.00 | - | - | - | - |" in few
     assert "| a | 16 | - | - | - | - | 4.0 | 2.500 | 2.0 (vllm) | 0.50 |" in few
@@ -172,11 +204,12 @@ def made_up() -> list[Row]:
                 policy_row(cell, "static_expert", expert + (skew or 0)),
             ]
     found.append(policy_row(("a", 64, 1.2), "steal", 1.03, knobs={"steal": "one"}))
-    found += [
-        policy_row(("a", 64, 0.0), "steal", 1.0, held=16) | {"us": 25.0},
-        policy_row(("a", 64, 0.0), "static_strided", 1.2, held=16) | {"us": 30.0},
-        policy_row(("a", 64, 0.0), "counter", 1.0, held=16) | {"us": 25.0},
-    ]
+    for held, static in ((66, 1.004), (16, 1.2)):
+        found += [
+            policy_row(("a", 64, 0.0), "steal", 1.0, held=held) | {"us": 25.0},
+            policy_row(("a", 64, 0.0), "static_strided", static, held=held) | {"us": 30.0},
+            policy_row(("a", 64, 0.0), "counter", 0.99, held=held) | {"us": 25.0},
+        ]
     return found
 
 
@@ -208,18 +241,122 @@ def test_tables_by_policy(report: ModuleType, made_up: list[Row]) -> None:
     assert "| a | 64 | 3.00 | 4.20 | 3.00 |" in report.static_expert_table(jobs)
     words = report.static_expert_words(jobs)
     assert "1.50 to 4.20 times as long" in words
-    assert "at Zipf 1.2 and up to 256 tokens at most 4.20 times (a, 64 tokens)" in words
-    held = report.held_table(jobs)
-    assert "| 0 | 1.000 | 0.998 | 1.050 |" in held
-    assert "| 16 | 1.250 | 1.250 | 1.500 |" in held
-    assert "`static_strided` takes 1.20 (1.20 to 1.20) with 16" in report.held_words(jobs)
+    assert "; at Zipf 1.2 from 16 to 256 tokens at most 4.20 times (a, 64 tokens)" in words
+    assert "; at Zipf 1.2 above at most 2.70 times (a, 4,096 tokens)" in words
+    assert "; at even routing from 16 tokens up at most 3.00 times (a, 64 tokens)." in words
+    assert "below 16" not in words
+    one = report.load_policies([policy_row(("b", 1, None), "static_expert", 9.0)])
+    assert "so few SMs have work, at most 9.00 times (b, 1 token)" in report.static_expert_words(
+        one
+    )
     assert "1.030 ± 0.001" in report.knobs_table(jobs)
     assert "`steal[steal=one]`" in report.knobs_table(jobs)
     assert "1.050 (1.05 to 1.05)" in report.by_policy_table(jobs)
     assert "0.900 | 1.5 / 1.5 |" in report.every_cell_table(jobs)
-    assert report.memory_table(jobs) == ""
-    counted = [row | {"dram_over_min": 1.25, "l2_hit": 0.4} for row in made_up]
-    assert "1.25 / 0.40" in report.memory_table(report.load_policies(counted))
+    assert report.memory_table(jobs) == report.memory_words(jobs) == ""
+    counted = [
+        row | {"dram_over_min": row["T"] / 64 + row["over_steal"] / 10, "l2_hit": 0.4}
+        for row in made_up
+    ]
+    jobs = report.load_policies(counted)
+    assert "1.10 / 0.40" in report.memory_table(jobs)
+    words = report.memory_words(jobs)
+    assert words.startswith("Up to 256 tokens `steal` 1.10, `counter` 1.10, ")
+    assert "`static_expert` 1.30 to 1.42 times the least; above `steal` 64.10, " in words
+
+
+def test_with_sms_held_only_what_took_turns_is_compared(
+    report: ModuleType, made_up: list[Row]
+) -> None:
+    jobs = report.load_policies(made_up)
+    table = report.held_table(jobs).splitlines()[2:]
+    assert table == [
+        "| 16 | a | 64 | even | 25.0 | 0.990 | 1.200 | - | - | - |",
+        "| 66 | a | 64 | even | 25.0 | 0.990 | 1.004 | - | - | - |",
+    ]
+    words = report.held_words(jobs, where=True)
+    assert "geometric means of a: with 16 SMs held (1 cell) `static_strided` takes 1.20" in words
+    assert "with 66 SMs held (1 cell) `static_strided` takes 1.00 (1.00), `counter` takes" in words
+    assert words.endswith("nothing over static lists in 1 of these 2: a T=64 even with 66.")
+    assert report.held_words(jobs).endswith("nothing over static lists in 1 of these 2.")
+    idle = [row | {"us": 1.0} if not row["sms_held"] else row for row in made_up]
+    assert report.held_table(report.load_policies(idle)).splitlines()[2:] == table
+    assert report.held_words({}) == report.held_table({}) == ""
+    page = report.details_section([expert_row("a", 1, 0.0, "weave", 2.0)], made_up, [])
+    assert page.count("### With SMs held") == 1
+    none = report.details_section([expert_row("a", 1, 0.0, "weave", 2.0)], made_up[:4], [])
+    assert "### With SMs held" not in none
+
+
+def test_how_little_is_stolen_is_said(report: ModuleType, made_up: list[Row]) -> None:
+    words = report.steals_words(report.load_policies(made_up))
+    assert words.startswith("In 0 of 8 cells, those with SMs held among them, a launch under")
+    assert "refilled" not in words
+    rows = [
+        *[policy_row(("a", t, 0.0), "steal", 1.0) | {"steals": n} for t, n in ((1, 0), (9, 4))],
+        policy_row(("a", 1, 0.0), "window", 1.0) | {"steals": 30},
+        policy_row(("a", 9, 0.0), "steal", 1.0, held=8) | {"steals": 0},
+    ]
+    words = report.steals_words(report.load_policies(rows))
+    assert words.startswith("In 2 of 3 cells, those with SMs held among them, a launch")
+    assert "steals nothing, in the others up to 4 times: queues are refilled by a few" in words
+    assert "Under `window`, whose queues are filled before the first task, up to 30 times." in words
+    assert report.steals_words({}) == ""
+
+
+# --- more rivals, all-reduces -------------------------------------------------------------------
+
+
+def test_more_rivals_are_compared_among_themselves(report: ModuleType) -> None:
+    known = [expert_row("a", 64, 0.0, n, us) for n, us in (("weave", 5.0), ("vllm", 50.0))]
+    more = [
+        *(expert_row("a", 64, 0.0, n, us) for n, us in (("weave", 2.0), ("vllm", 4.0))),
+        *(expert_row("a", 64, 0.0, n, us) for n, us in (("new", 3.0), ("slow", 9.0))),
+        *(expert_row("a", 4096, 0.0, n, us) for n, us in (("weave", 4.0), ("vllm", 3.0))),
+        *(expert_row("a", 4096, 0.0, n, us) for n, us in (("new", 5.0), ("slow", None))),
+    ]
+    words = report.more_rivals_words(report.load_experts(more), {"weave", "vllm"})
+    assert words == (
+        "With new, slow as well, timed apart in 2 cells, the best rival is new in 1 (a T=64 even); "
+        "else one of those above. The geometric mean there is 1.06, against 1.22 over those above "
+        "alone; slower in 1: a T=4096 even (0.750)."
+    )
+    still = [row | ({"us": 8.0} if row["contestant"] == "new" else {}) for row in more]
+    words = report.more_rivals_words(report.load_experts(still), {"weave", "vllm"})
+    assert "still one of those above. The geometric mean there is 1.22; slower in 1" in words
+    assert report.more_rivals_words({}, {"weave"}) == ""
+    assert report.more_rivals_words(report.load_experts(known), {"weave", "vllm"}) == ""
+    readme = report.readme_section(known, [], more=more)
+    details = report.details_section(known, [], [], more=more)
+    assert "new in 1 (a T=64 even)" in readme
+    assert "| a | 64 | 5.0 | 2.000 | 50.0 (vllm) | 10.00 |" in readme, "of the first file alone"
+    assert "| a | 64 | even | 10.0 | 2.0 | 4.0 | 3.0 | 9.0 |" in details
+    assert "| a | 4,096 | even | 10.0 | 4.0 | 3.0 | 5.0 | error |" in details
+    assert "More rivals" not in report.details_section(known, [], [])
+
+
+def test_all_reduces_in_words(report: ModuleType) -> None:
+    def rows_beside(tokens: int, **times: float) -> list[Row]:
+        return [
+            neighbour_row(policy, us / 20.0)
+            | {"T": tokens, "neighbour": "all-reduce", "neighbour_sms": None, "reduced_right": True}
+            for policy, us in times.items()
+        ]
+
+    rows = rows_beside(1, steal=20.0, counter=20.0, static_strided=22.0)
+    rows += rows_beside(64, steal=25.0, counter=24.0, static_strided=30.0)
+    words = report.all_reduce_words([*rows, neighbour_row("steal", 9.0)])
+    assert "geometric means of 2 cells: `static_strided` takes 1.15 (1.10 to 1.20)" in words
+    assert "`counter` takes 0.98 (0.96 to 1.00)." in words
+    assert "`steal` takes 1.00 to 1.25 times as long as alone" in words
+    assert "run at 0.83 of their rate. All results are right." in words
+    for broken in ("equal_bits", "finite", "reduced_right"):
+        wrong = report.all_reduce_words([*rows[1:], rows[0] | {broken: False}])
+        assert "**Some results are wrong.**" in wrong
+    assert report.all_reduce_words([neighbour_row("steal", 1.1)]) == ""
+    assert words in report.readme_section(
+        [expert_row("a", 1, 0.0, "weave", 1.0)], [], neighbours=rows
+    )
 
 
 def layer_row(model: str, tokens: int, contestant: str, us: float | None, **more: Any) -> Row:
@@ -257,7 +394,7 @@ def test_the_report_of_the_whole_layer(report: ModuleType, whole: list[Row]) -> 
     assert "| a | 1 | 20.0 | 0.500 | 25.0 (vllm) | 1.25 | 4.5 | - |" in part
     assert "| a | 4,096 | 800.0 | 0.013 | 700.0 (torch) | 0.88 | 40.0 | - |" in part
     assert "| b | 64 | 40.0 | 0.250 | 50.0 (vllm) | 1.25 | 6.2 | 1.5 |" in part
-    assert "Slower than the best rival in 1 of 6 cells: a T=4096 even (0.88)." in part
+    assert "Slower than the best rival in 1 of 6 cells: a T=4096 even (0.875)." in part
     assert (
         "Router and top-k add 4.5 to 6.2 us up to 64 tokens, and 5.3% of the experts' time above 64"
         in part
@@ -336,7 +473,8 @@ def test_pages_and_plots_of_all_that_there_is(
     assert "(docs/policies.png)" in readme
     assert "(policies.png)" in details
     assert (
-        "| stream 16 | a T=64 even | `steal` | 20.0 | 22.0 | 1.10 | 0.60 / 0.50 | yes |" in details
+        "| stream 16 | a T=64 even | `counter` | 20.0 | 24.0 | 1.20 | 1.091 | 0.60 / 0.50 | yes |"
+        in details
     )
     assert "Over all 12 cells: 1.18." in readme
     assert "whole layer" not in readme + details

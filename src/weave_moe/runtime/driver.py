@@ -1,7 +1,7 @@
 """The CUDA driver through ctypes: loading a cubin, launching it, tensor maps, capture ids.
 
-Only what the kernels need; torch owns contexts, streams and memory. Importing this module loads
-nothing: libcuda is opened at the first call.
+Only what the kernels need; torch owns contexts, memory, and all streams but those made here.
+Importing this module loads nothing: libcuda is opened at the first call.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = [
     "Kernel",
     "Library",
     "capture_id",
+    "create_stream",
     "encode_tensor_map",
 ]
 
@@ -30,6 +31,7 @@ _L2_PROMOTION_128B: Final = 2
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
+_NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -138,6 +140,22 @@ class Kernel:
             1,
         )
         _call("cuLaunchKernelEx", ctypes.byref(config), self._handle, pointers, None)
+
+
+def create_stream() -> int:
+    """A new stream of the current device, of the highest priority, for torch.cuda.ExternalStream.
+
+    torch hands out 32 pooled streams a device in turn, so any of them may come to somebody else;
+    this one is the caller's alone. It does not wait for the default stream, and is never destroyed.
+
+    The device's context must be current, as after an allocation there. Raises CudaError.
+    """
+    least, greatest = ctypes.c_int(), ctypes.c_int()
+    _call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+    stream = ctypes.c_void_p()
+    _call("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, greatest)
+    assert stream.value is not None
+    return stream.value
 
 
 def encode_tensor_map(

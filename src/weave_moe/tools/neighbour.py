@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..runtime import nvrtc
-from ..runtime.driver import Kernel, Library
+from ..runtime.driver import Kernel, Library, create_stream
 
 __all__ = ["LIMIT_SECONDS", "held"]
 
@@ -96,15 +96,22 @@ def _kernel(device: int, threads: int) -> Kernel:
 
 class _Channel:
     """What a device's neighbour and the host tell each other by; made once, never freed, because
-    freeing pinned memory waits for the device."""
+    freeing pinned memory waits for the device.
+
+    The two streams are of no pool: work that came to be sent to one of them would wait until the
+    neighbour has left, or keep it from being told to.
+    """
 
     def __init__(self, device: int) -> None:
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.stopping = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.words = torch.zeros(2048, dtype=torch.int32, pin_memory=True)
         self.values = torch.tensor([0, 1], dtype=torch.int32).pin_memory()
-        self.stop = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
-        torch.cuda.synchronize(device)
+        with torch.cuda.device(device):
+            self.stop = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+            torch.cuda.synchronize()
+            self.stream, self.stopping = (
+                torch.cuda.ExternalStream(create_stream(), device)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            )
 
     def set_stop(self, value: int) -> None:
         """By a copy: it needs no SM."""
@@ -131,9 +138,10 @@ def held(
     reads: on the device, its bytes a multiple of 1 MiB.  limit_seconds: when it leaves by itself.
     The list that is yielded gets, at the end, the TB/s that were read.
 
-    Warm up what the block calls: loading code may wait for the whole device. Raises ValueError for
-    a device without a number or `reads` of another size, RuntimeError if the neighbour did not get
-    its SMs or had to leave by itself.
+    Warm up what the block calls: loading code may wait for the whole device. Streams that share a
+    queue of the GPU wait for each other: where there are many, CUDA_DEVICE_MAX_CONNECTIONS should
+    be 32 from before CUDA starts. Raises ValueError for a device without a number or `reads` of
+    another size, RuntimeError if the neighbour did not get its SMs or had to leave by itself.
     """
     if device.index is None:
         raise ValueError(f"device must have an index, got {device}")
@@ -156,7 +164,8 @@ def held(
             pointer,
             size // 16,
         )
-        kernel.launch(sms, channel.stream.cuda_stream, args)
+        with torch.cuda.device(device.index):
+            kernel.launch(sms, channel.stream.cuda_stream, args)
         deadline = begin + 5
         while int(started.min()) == 0:
             if time.monotonic() > deadline:

@@ -1,0 +1,324 @@
+"""The router of a launch (device/router.h) on a CPU, its text as it is and with the parameters that
+the backend gives it: which lane multiplies what, sums, choices, and what it leaves behind."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from native import STEPPED, Builder, Patch, needs_cxx
+from test_cuda_backend import Recorder, bf16_case, layer_of, recorder  # noqa: F401
+from weave_moe.routing import LayerCall, RoutingConfig, route, router_logits
+from weave_moe.runtime.buffers import logit_sums
+from weave_moe.runtime.kernel import KernelConfig
+
+pytestmark = needs_cxx
+
+Build = Callable[..., ctypes.CDLL]
+SEGMENT = 256
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    builder = Builder.of_session(tmp_path_factory)
+
+    def library(config: KernelConfig, patches: Sequence[Patch] = ()) -> ctypes.CDLL:
+        # The router knows nothing of the rest: fewer libraries to compile.
+        config = replace(config, packed_up=False, packed_down=False, shared=False, width_cap=8)
+        # The text has a GPU's pragmas, and functions that a CPU cannot have and does not call.
+        flags = ("-O1", "-w", *config.options())
+        found = builder.build("router.cpp", (*STEPPED, *patches), flags=flags, shared=True)
+        loaded = ctypes.CDLL(str(found))
+        loaded.emulate_failure.restype = ctypes.c_char_p
+        return loaded
+
+    return library
+
+
+@dataclass
+class Routed:
+    """What became of a launch.
+
+    slots: what each block that reads slots takes for their experts [T, slots], -1 for none, and for
+    their weights.  weights, ids: the router's result [T, k].  sums: of each segment's columns, few
+    tokens: [T, segments, rows].
+    """
+
+    slots: list[tuple[Tensor, Tensor]]
+    weights: Tensor
+    ids: Tensor
+    sums: Tensor | None = None
+
+
+def words(tensor: Tensor, at: int, *size: int) -> Tensor:
+    """Words of a buffer from an address on."""
+    first = (at - tensor.data_ptr()) // 4
+    found = tensor.view(torch.int32)[first : first + torch.Size(size).numel()]
+    assert found.numel() == torch.Size(size).numel()
+    return found.view(size)
+
+
+def emulate(
+    build: Build,
+    recorder: Recorder,  # noqa: F811
+    call: LayerCall,
+    *,
+    blocks: int = 3,
+    seed: int = 0,
+    patches: Sequence[Patch] = (),
+) -> Routed:
+    """Runs the router of a call of one launch. AssertionError where it does what it must not."""
+    (launch,), weights, ids = recorder.layer(call)
+    library, p, held = build(launch.config, patches), launch.p, recorder.buffers
+    for tensor in (held.router, weights.view(torch.uint8), ids.view(torch.uint8)):
+        tensor.fill_(0xA5)
+    read = [*call.inputs().values(), held.router]
+    library.emulate_allow(
+        (ctypes.c_void_p * len(read))(*(t.data_ptr() for t in read)),
+        (ctypes.c_uint64 * len(read))(*(t.numel() * t.element_size() for t in read)),
+        len(read),
+    )
+    slots, sums = (p.tokens, p.top_k), None
+    if launch.config.many:
+        first = recorder.all[0]
+        assert first.name == "route"
+        library.emulate_many(ctypes.byref(p), first.blocks, seed, first.shared)
+        both = words(held.router, p.ids, *slots), words(held.router, p.weights, *slots)
+        of_blocks = [(both[0], both[1].view(torch.float32))]
+    else:
+        own = [torch.zeros(blocks, *slots, dtype=t) for t in (torch.int32, torch.float32)]
+        library.emulate_few(
+            ctypes.byref(p), blocks, seed, *(ctypes.c_void_p(t.data_ptr()) for t in own)
+        )
+        of_blocks = list(zip(*own, strict=True))
+        if launch.config.router != "logits":
+            size = (p.tokens, logit_sums(p.hidden), -(-p.router.rows // 4) * 4)
+            found = words(held.router, p.router.partial, *size).view(torch.float32)
+            sums = found[..., : p.router.rows]
+    failure = library.emulate_failure()
+    assert failure is None, failure
+    return Routed(of_blocks, weights, ids, sums)
+
+
+def factors(call: LayerCall) -> Tensor:
+    """The rows that x is multiplied with: the router's, and the shared experts' gate."""
+    gate = None if call.shared is None else call.shared.gate
+    return torch.cat([t for t in (call.router_weight, gate) if t is not None])
+
+
+def exact_sums(call: LayerCall) -> Tensor:
+    """[T, segments, rows], in fp64."""
+    pieces = (t.double().split(SEGMENT, dim=1) for t in (call.experts.x, factors(call)))
+    return torch.stack([x @ w.T for x, w in zip(*pieces, strict=True)], dim=1)
+
+
+def check(call: LayerCall, routed: Routed) -> None:
+    """The router's result is `routing.route`'s, and every block knows it."""
+    logits = call.router_logits
+    if logits is None:
+        assert call.router_weight is not None
+        logits = router_logits(call.experts.x, call.router_weight, call.router_bias)
+    weights, ids = route(logits, call.routing, call.selection_bias)
+    valid, top_k = call.experts.x.size(0), call.routing.top_k
+    if call.experts.num_valid_tokens is not None:
+        valid = min(int(call.experts.num_valid_tokens), valid)
+    assert torch.equal(routed.ids[:valid], ids[:valid])
+    torch.testing.assert_close(routed.weights[:valid], weights[:valid], rtol=1e-6, atol=1e-9)
+    for rest in (routed.ids, routed.weights):
+        assert (rest[valid:].contiguous().view(torch.uint8) == 0xA5).all(), "nobody asked for these"
+    local, expert_map = ids, call.experts.expert_map
+    experts = call.experts.shape.experts
+    if expert_map is not None:
+        local = expert_map[ids.long()]
+    local = torch.where((local < 0) | (local >= experts), -1, local)
+    for slot_ids, slot_weights in routed.slots:
+        found = slot_ids[:valid], slot_weights[:valid]
+        assert torch.equal(found[0][:, :top_k], local[:valid])
+        live = local[:valid] >= 0
+        assert torch.equal(found[1][:, :top_k][live], routed.weights[:valid][live])
+        # Slices of shared experts follow, each with the same weight.
+        slices = torch.arange(found[0].size(1) - top_k) + experts
+        assert (found[0][:, top_k:] == slices).all()
+        gate = torch.ones(valid, 1)
+        if call.shared is not None and call.shared.gate is not None:
+            product = call.experts.x[:valid].float() @ call.shared.gate.float().reshape(-1, 1)
+            gate = torch.sigmoid(product)
+        torch.testing.assert_close(found[1][:, top_k:], gate.expand(-1, len(slices)))
+
+
+def exact_call(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    router: str = "same",
+    gated: bool = False,
+    scoring: str = "sigmoid",
+    case: dict[str, Any] | None = None,
+    **options: Any,
+) -> LayerCall:
+    """A layer whose router's sums are exact in fp32, in any order; ties are many."""
+    g = torch.Generator().manual_seed(tokens + hidden)
+
+    def some(*size: int) -> Tensor:
+        return torch.randint(-4, 5, size, generator=g)
+
+    weight_type = torch.float32 if router == "fp32" else dtype
+    experts_and_tokens = bf16_case(
+        tokens, hidden=hidden, experts=experts, top_k=top_k, dtype=dtype, **(case or {})
+    )
+    routable = experts * (2 if (case or {}).get("mapped") else 1)
+    options = {
+        "x": some(tokens, hidden).to(dtype),
+        "routing": RoutingConfig(top_k, scoring, renormalize=tokens % 2 == 0),
+        "gate": weight_type if gated else None,
+        **options,
+    }
+    if router != "logits":
+        options["router_weight"] = (some(routable, hidden) / 64).to(weight_type)
+    call = layer_of(experts_and_tokens, router=router, **options)
+    if call.shared is not None and call.shared.gate is not None:
+        call.shared.gate.copy_(some(*call.shared.gate.shape) / 128)
+    return call
+
+
+CALLS = {
+    # Every block chooses for all tokens itself.
+    "1 token": exact_call(1, 5, 2, 72),
+    "8 columns": exact_call(3, 16, 8, 8, shared=64),
+    "a token a warp": exact_call(12, 33, 4, 600, shared=128, gated=True),
+    # Tokens are shared out; blocks of 8 tokens, then of 32.
+    "13 tokens": exact_call(13, 20, 4, 264, shared=72, gated=True, selection_bias=True),
+    "64 tokens": exact_call(64, 8, 2, 256, case={"mapped": True, "valid": 50}),
+    "70 tokens": exact_call(70, 17, 3, 520, case={"valid": 67}),
+    "no valid token": exact_call(70, 17, 3, 520, case={"valid": 0}),
+    "fp32": exact_call(30, 33, 4, 264, dtype=torch.float16, router="fp32", router_bias=True),
+    "fp32, x of bf16": exact_call(20, 40, 2, 96, router="fp32", shared=64, gated=True),
+    "logits": exact_call(20, 9, 3, 64, router="logits", shared=64),
+    "logits and a gate": exact_call(20, 9, 3, 264, router="logits", shared=64, gated=True),
+    # A launch of its own; blocks of 16 tokens, then of 32.
+    "257 tokens": exact_call(257, 33, 4, 264, case={"mapped": True, "valid": 250}),
+    "257 tokens, fp32": exact_call(
+        *(257, 20, 4, 320), dtype=torch.float16, router="fp32", shared=64, gated=True
+    ),
+    "257 tokens, logits": exact_call(257, 9, 3, 64, router="logits", scoring="softmax"),
+    "2049 tokens": exact_call(2049, 6, 2, 40, shared=64, gated=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_router_gives_what_it_must(build: Build, recorder: Recorder, name: str) -> None:  # noqa: F811
+    call = CALLS[name]
+    for seed in range(2 if call.experts.num_tokens < 100 else 1):
+        routed = emulate(build, recorder, call, seed=seed)
+        check(call, routed)
+        if routed.sums is not None:
+            valid = call.experts.num_valid_tokens
+            want = exact_sums(call)[: None if valid is None else int(valid)]
+            assert torch.equal(routed.sums[: want.size(0)].double(), want)
+
+
+def real_call(tokens: int, **options: Any) -> LayerCall:
+    """The same first tokens whatever their number, in fp32's full length."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(300, 264, generator=g)[:tokens]
+    weight = torch.randn(33, 264, generator=g)
+    case = bf16_case(tokens, hidden=264, experts=33, top_k=4, dtype=options.get("dtype"))
+    return layer_of(
+        case,
+        router="fp32",
+        x=x.to(case.x.dtype),
+        router_weight=weight,
+        routing=RoutingConfig(4, "topk_softmax"),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_fp32_lose_nothing(
+    build: Build,
+    recorder: Recorder,  # noqa: F811
+    dtype: torch.dtype,
+) -> None:
+    call = real_call(20, dtype=dtype)
+    sums = emulate(build, recorder, call).sums
+    assert sums is not None
+    pieces = (t.double().square().split(SEGMENT, dim=1) for t in (call.experts.x, factors(call)))
+    size = torch.stack([x @ w.T for x, w in zip(*pieces, strict=True)], dim=1).sqrt()
+    # Each of some hundred sums is rounded to fp32; two parts of a weight would be 17 bits.
+    error = (sums.double() - exact_sums(call)).abs() / size
+    assert error.max() < 2**-19
+    assert error.square().mean().sqrt() < 2**-22
+
+
+def test_a_tokens_experts_do_not_depend_on_the_batch(build: Build, recorder: Recorder) -> None:  # noqa: F811
+    first, *others = (
+        emulate(build, recorder, real_call(tokens, dtype=torch.float16), seed=tokens)
+        for tokens in (9, 20, 70, 257)
+    )
+    for other in others:
+        assert torch.equal(other.ids[:9], first.ids)
+        assert torch.equal(other.weights[:9], first.weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_and_biases_of_any_type(
+    build: Build,
+    recorder: Recorder,  # noqa: F811
+    dtype: torch.dtype,
+) -> None:
+    g = torch.Generator().manual_seed(5)
+    logits, bias = torch.randn(20, 9, generator=g), torch.randn(9, generator=g)
+    given = exact_call(
+        *(20, 9, 3, 64), router="logits", router_logits=logits.to(dtype), selection_bias=bias
+    )
+    check(given, emulate(build, recorder, given))
+    made = exact_call(20, 9, 3, 64, selection_bias=bias.to(dtype), router_bias=bias.to(dtype))
+    check(made, emulate(build, recorder, made))
+
+
+PLANTED = {
+    "fragments in another order": (
+        Patch("router.h", "w10[wp], w01[wp], w11[wp]", "w01[wp], w10[wp], w11[wp]"),
+        "70 tokens",
+    ),
+    "rows and tokens of the sums exchanged": (
+        Patch(
+            "router.h",
+            "(q & 1), row = first_row + lane / 4 + (q & 2 ? 8 : 0)",
+            "q / 2, row = first_row + lane / 4 + (q & 1 ? 8 : 0)",
+        ),
+        "70 tokens",
+    ),
+    "units are not waited for": (
+        Patch("router.h", "work.row_blocks * work.segments, PLAN_TIMEOUT", "1, PLAN_TIMEOUT"),
+        "70 tokens",
+    ),
+    "logits that are not there yet": (
+        Patch("router.h", "  __syncthreads();\n  const Choice c", "  const Choice c"),
+        "257 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_it_finds_what_is_planted(build: Build, recorder: Recorder, bug: str) -> None:  # noqa: F811
+    patch, name = PLANTED[bug]
+    call = CALLS[name]
+    (launch,), _, _ = recorder.layer(call)
+    build(launch.config, [patch])  # what does not compile is not found
+
+    def run() -> None:
+        for seed in range(3):
+            # Five blocks: none has all units of a block of tokens.
+            check(call, emulate(build, recorder, call, blocks=5, seed=seed, patches=[patch]))
+
+    with pytest.raises(AssertionError):
+        run()
