@@ -105,11 +105,13 @@ struct Maps {
 };
 
 // What router.h needs to turn hidden states, or logits, into ids and weights.
-struct RouterState {
-  u32 units, tokens;    // claimed
-  u32 routed, pad;      // tokens that are done
-  u32 finished[32];     // units of a block of tokens
+struct RouterState {     // each in a line of its own: what some poll, others count up
+  u32 units, pad0[31];   // claimed
+  u32 tokens, pad1[31];  // claimed
+  u32 routed, pad2[31];  // tokens that are done
+  u32 finished[32];      // units of a block of tokens
 };
+static_assert(sizeof(RouterState) == WEAVE_ROUTER_STATE_BYTES, "runtime/buffers.py: ROUTER_STATE_BYTES");
 struct Router {
   const void* weight;          // [experts, hidden] or null
   const void* gate;            // [hidden], of the shared experts, in weight's dtype, or null

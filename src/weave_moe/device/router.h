@@ -247,17 +247,17 @@ struct BlockTickets {
   }
 };
 
-// Sums of all segments for one token, once its units are finished. One warp.
-WEAVE_FN bool collect_logits(const Block& b, const RouterWork& work, const Choice& c, u32 token, float& gate) {
-  const Launch& p = b.p;
+WEAVE_FN bool wait_for_units(const Launch& p, const RouterWork& work, u32 block) {
+  if (ROUTER < ROUTER_SAME) return true;
+  return wait_for(p.shared, &p.router.state->finished[block], work.row_blocks * work.segments, PLAN_TIMEOUT);
+}
+
+// Sums of all segments for one token, whose units are finished. One warp.
+WEAVE_FN void collect_logits(const Launch& p, const RouterWork& work, const Choice& c, u32 token, float& gate) {
   const Router& r = p.router;
   const u32 lane = threadIdx.x & 31, rows4 = router_rows4(p);
   gate = 1.f;
   if (ROUTER >= ROUTER_SAME) {
-    bool ok = true;
-    if (lane == 0)
-      ok = wait_for(p.shared, &r.state->finished[token / work.block_tokens], work.row_blocks * work.segments, PLAN_TIMEOUT);
-    if (!__shfl_sync(~0u, ok, 0)) return false;
     const float* from = r.partial + (u64)token * work.segments * rows4;
     for (u32 e = lane * 4; e < rows4; e += 128) {
       constexpr u32 AT_ONCE = 16;
@@ -283,7 +283,6 @@ WEAVE_FN bool collect_logits(const Block& b, const RouterWork& work, const Choic
   }
   if (r.logits) given_logits(p, c, token);
   __syncwarp();
-  return true;
 }
 
 // All threads of the block. Afterwards `table` knows every slot; false: given up. `scratch`: memory of the ring.
@@ -316,17 +315,25 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u32* own_id
   table.weights = own ? own_weights : r.weights;
   BlockTickets tickets = {&r.state->tokens, !own && threadIdx.x == 0 ? add_relaxed(&r.state->tokens, 1u) : 0};
   bool ok = true;
+  if (own) {
+    // One thread of a block, not all its warps: the others' polls would hold up those who count.
+    if (threadIdx.x == 0)
+      for (u32 i = 0; i < work.blocks && ok; ++i) ok = wait_for_units(p, work, i);
+    ok = __syncthreads_and(ok);
+  }
   for (;;) {
     u32 token = warp;
     if (!own) {
       const u32 ticket = tickets.take(b.s);
       if (ticket * work.tokens_each >= work.tokens) break;
       token = warp < work.tokens_each ? ticket * work.tokens_each + warp : NONE;
+      if (token < work.tokens && lane == 0) ok = ok && wait_for_units(p, work, token / work.block_tokens);
+      ok = __shfl_sync(~0u, ok, 0);
     }
-    float gate;
-    ok = ok && (token >= work.tokens || collect_logits(b, work, c, token, gate));
     if (ok && token < work.tokens) {
       const u64 first = (u64)token * p.top_k;
+      float gate;
+      collect_logits(p, work, c, token, gate);
       finish_token(p, c, token, gate, (u32*)table.ids + first, (float*)table.weights + first, !own || blockIdx.x == 0);
       if (!own && lane == 0) add_release(&r.state->routed, 1u);
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..schedule import max_groups, max_rows
 from ..schedule.granularity import KernelPlan
 from .driver import capture_id, encode_tensor_map
-from .kernel import MAX_CHUNK_SLOTS
+from .kernel import MAX_CHUNK_SLOTS, ROUTER_STATE_BYTES
 
 __all__ = [
     "ROUTER_STATE_BYTES",
@@ -31,7 +31,6 @@ __all__ = [
 
 _CONTROL: Final = 64  # sizeof(weave::Control), rounded up
 _STAGES: Final = 3
-ROUTER_STATE_BYTES: Final = 4 * (4 + 32)  # sizeof(weave::RouterState)
 MAX_CHUNKS: Final = 256  # that a worker may come to hold: device/many.h
 _STORE_ROWS: Final = (64, 32, 16, 8)
 
@@ -120,7 +119,7 @@ def needs_of(
         sums = 4 * blocks * plan.tile_m * plan.width_cap
         parts = tiles_up + tiles_down
     return Needs(
-        control_bytes(workers, groups, experts) + 4 * parts + ROUTER_STATE_BYTES,
+        -(-(control_bytes(workers, groups, experts) + 4 * parts) // 128) * 128 + ROUTER_STATE_BYTES,
         groups,
         rows,
         rows * intermediate * 2,

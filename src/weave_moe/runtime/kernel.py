@@ -284,6 +284,7 @@ class KernelConfig:
             "PACKED_DOWN": int(self.packed_down),
             "SMEM_BYTES": CONTROL_BYTES,
             "LAUNCH_BYTES": ctypes.sizeof(Launch),
+            "ROUTER_STATE_BYTES": ROUTER_STATE_BYTES,
         }
         return [f"-DWEAVE_{name}={value}" for name, value in values.items()]
 
@@ -313,6 +314,7 @@ def _source_hash() -> str:
     return hash_of(device_sources())
 
 
+ROUTER_STATE_BYTES: Final = 512
 SORT_THREADS: Final = 512
 MAX_CHUNK_SLOTS: Final = 1 << 15
 """Most slots of a chunk: what a block of the sort has memory for."""
