@@ -425,6 +425,27 @@ class TestWholeLayers:
             assert len(on_gpu) == 1
             on_gpu.clear()
 
+    @pytest.mark.parametrize(
+        ("name", "size"),
+        [
+            *(("router_weight", (4, 64)), ("router_logits", (5, 4))),
+            *(("selection_bias", (4,)), ("router_bias", (4,))),
+            *(("shared.w13", (128, 64)), ("shared.w2", (64, 64)), ("shared.gate", (64,))),
+        ],
+    )
+    def test_the_output_is_none_of_its_inputs(self, name: str, size: tuple[int, ...]) -> None:
+        # Blocks that come late still route when others have written their results.
+        out = torch.zeros(5, 64, dtype=torch.bfloat16)
+        # Rows over each other, from within the output on.
+        part = out.view(-1)[8:].as_strided(size, (0,) * (len(size) - 1) + (1,))
+        changes: dict[str, Any] = {name: part}
+        if name.startswith("shared."):
+            changes = {"shared": shared_with(name[7:], lambda _: part)}
+        router = "logits" if name == "router_logits" else "same"
+        layer_of(GATED, router=router, **changes)
+        with pytest.raises(ValueError, match=f"^out must share no memory with {name}, but"):
+            layer_of(GATED, router=router, out=out, **changes)
+
     def test_no_tokens_are_no_launch(self, on_gpu: list[LayerCall], recorder: Recorder) -> None:
         call = layer_of(bf16_case(0), shared=64)
         y, weights, ids = self.call(call, return_routing=True)
@@ -1503,6 +1524,17 @@ class TestCaptures:
         recorder.run(bf16_case(5))
         recorder.capturing = 2
         assert len(recorder.run(bf16_case(5))) == 1
+
+    def test_a_layers_kernel_is_another_one(self, recorder: Recorder) -> None:
+        call = layer_of(bf16_case(5), shared=64)
+        recorder.run(bf16_case(5))
+        recorder.capturing = 1
+        with pytest.raises(RuntimeError, match="capture; run the layer once with 5 tokens before"):
+            recorder.layer(call)
+        recorder.capturing = None
+        recorder.layer(call)
+        recorder.capturing = 2
+        assert len(recorder.layer(call)[0]) == 1
 
     def test_captures_share_no_buffers(self, recorder: Recorder) -> None:
         case = bf16_case(5)

@@ -545,9 +545,12 @@ def _launch(
         only_ready=capturing,
     )
     if kernels is None:
+        what = f"call weave_moe.warmup(shape, tokens={tokens})"
+        if layer is not None:
+            what = f"run the layer once with {tokens} tokens"
         raise RuntimeError(
             "the experts kernel for this shape is not loaded yet and cannot be during graph "
-            f"capture; call weave_moe.warmup(shape, tokens={tokens}) before it"
+            f"capture; {what} before it"
         )
     workers = _device(index).multiprocessors
     needs = needs_of(
