@@ -22,6 +22,7 @@ from torch import Tensor
 
 import weave_moe
 from generators import ROUTINGS, Case, experts_case, generator
+from weave_moe import layer as layer_module
 from weave_moe.backends import cuda
 from weave_moe.reference import local_experts
 from weave_moe.routing import LayerCall, RoutingConfig, check_layer
@@ -1529,7 +1530,9 @@ class TestCaptures:
         call = layer_of(bf16_case(5), shared=64)
         recorder.run(bf16_case(5))
         recorder.capturing = 1
-        with pytest.raises(RuntimeError, match="capture; run the layer once with 5 tokens before"):
+        with pytest.raises(
+            RuntimeError, match=r"capture; call MoELayer.warmup\(5\), or weave_moe.warmup with"
+        ):
             recorder.layer(call)
         recorder.capturing = None
         recorder.layer(call)
@@ -1566,23 +1569,68 @@ class TestCaptures:
                 "bfloat16",
             )
             most = data.draw(st.integers(1, 20_000), "tokens")
-            cuda.warmup(shape, most)
+            kinds = {None: "none", "logits": "logits", "bfloat16": "same", "float32": "fp32"}
+            router = data.draw(st.sampled_from(list(kinds)), "router")
+            shared = 0 if router is None else data.draw(st.sampled_from([0, 64, 200]), "Is")
+            slices = cuda.shared_slices(shape, shared)
+            cuda.warmup(shape, most, router=router, shared_intermediate=shared)
             warm = set(recorder.compiled)
             some = data.draw(st.lists(st.integers(1, most), min_size=20, max_size=20))
             for tokens in (*some, most, cuda.SLAB_TOKENS):
                 if tokens > most:
                     continue
-                plan = cuda.plan_for(shape, tokens)
+                plan = cuda.plan_for(shape, tokens, router=router is not None, shared=slices)
                 config = kernel.KernelConfig.of(
                     plan,
                     dtype="bfloat16",
                     activation="silu",
                     clamp=False,
                     bias=False,
+                    router=kinds[router],
                     hidden=64,
                     intermediate=64,
+                    shared_intermediate=shared,
                 )
                 assert config in warm, f"{tokens} of {most} tokens, {shape}"
+
+    @pytest.mark.parametrize("shared", [0, 96])
+    def test_a_layer_warms_up_what_its_forward_asks_for(
+        self, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, shared: int
+    ) -> None:
+        asked: list[dict[str, Any]] = []
+        monkeypatch.setattr(cuda, "warmup", lambda shape, tokens, **options: asked.append(options))
+        shape = LayerShape(64, 64, 8, 2, "bfloat16")
+        layer = weave_moe.MoELayer(
+            shape, RoutingConfig(2), shared_intermediate=shared, expert_bias=True
+        )
+        with pytest.raises(RuntimeError, match="the layer is on cpu"):
+            layer.warmup(4)
+        on_gpu = types.SimpleNamespace(
+            device=torch.device("cuda", 0), dtype=torch.bfloat16, size=lambda dim: shared
+        )
+        found = layer_module.part
+        monkeypatch.setattr(
+            layer_module,
+            "part",
+            lambda module, path: (
+                types.SimpleNamespace(down_proj=types.SimpleNamespace(weight=on_gpu))
+                if path == "shared_experts"
+                else on_gpu
+                if path == "gate.weight"
+                else found(module, path)
+            ),
+        )
+        layer.warmup(4)
+        assert asked == [
+            {
+                "activation": layer.parts.activation,
+                "bias": True,
+                "weight_on_input": False,
+                "router": "bfloat16",
+                "shared_intermediate": shared,
+                "device": 0,
+            }
+        ]
 
     @pytest.mark.parametrize(
         ("changes", "options", "error", "words"),
@@ -1595,6 +1643,9 @@ class TestCaptures:
             ({}, {"activation": "swish"}, ValueError, "^activation must be one of .*'swish'"),
             ({}, {"activation": "relu2"}, ValueError, "^activation must have a gate, .*relu2"),
             ({}, {"weight_on_input": 1}, TypeError, "^weight_on_input must be True or False"),
+            ({}, {"router": "float16"}, ValueError, '^router must be None, "logits", .*float16'),
+            ({}, {"shared_intermediate": 8}, ValueError, "^router must not be None"),
+            ({}, {"router": "logits", "shared_intermediate": -8}, ValueError, "^shared_intermedi"),
             ({"dtype": "float32"}, {}, ValueError, "^shape must be .*float32"),
             ({"hidden": 60}, {}, ValueError, "^shape must be .*hidden is 60"),
             ({"gated": False}, {}, ValueError, "^activation must have no gate, .*silu"),

@@ -232,6 +232,7 @@ WEAVE_FN bool collect_logits(const Block& b, const RouterWork& work, const Choic
     if (lane == 0)
       ok = wait_for(p.shared, &r.state->finished[token / work.block_tokens], work.row_blocks * work.segments, PLAN_TIMEOUT);
     if (!__shfl_sync(~0u, ok, 0)) return false;
+    __syncwarp();  // a shuffle orders nothing: this carries lane 0's acquire to the lanes that read
     const float* from = r.partial + (u64)token * work.segments * rows4;
     for (u32 e = lane * 4; e < rows4; e += 128) {
       constexpr u32 AT_ONCE = 16;
@@ -306,6 +307,7 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u32* own_id
     }
     if (own) break;
   }
+  fence_async_proxy_shared();  // the scratch was written plainly, and TMA will write there
   if (!own && threadIdx.x == 0) ok = ok && wait_for(p.shared, &r.state->routed, work.tokens, PLAN_TIMEOUT);
   return __syncthreads_and(ok);
 }
