@@ -22,6 +22,7 @@ from torch import Tensor
 
 import weave_moe
 from generators import ROUTINGS, Case, experts_case, generator
+from weave_moe import layer as layer_module
 from weave_moe.backends import cuda
 from weave_moe.reference import local_experts
 from weave_moe.routing import LayerCall, RoutingConfig, check_layer
@@ -424,6 +425,27 @@ class TestWholeLayers:
                 self.call(replace(call, **needed))
             assert len(on_gpu) == 1
             on_gpu.clear()
+
+    @pytest.mark.parametrize(
+        ("name", "size"),
+        [
+            *(("router_weight", (4, 64)), ("router_logits", (5, 4))),
+            *(("selection_bias", (4,)), ("router_bias", (4,))),
+            *(("shared.w13", (128, 64)), ("shared.w2", (64, 64)), ("shared.gate", (64,))),
+        ],
+    )
+    def test_the_output_is_none_of_its_inputs(self, name: str, size: tuple[int, ...]) -> None:
+        # Blocks that come late still route when others have written their results.
+        out = torch.zeros(5, 64, dtype=torch.bfloat16)
+        # Rows over each other, from within the output on.
+        part = out.view(-1)[8:].as_strided(size, (0,) * (len(size) - 1) + (1,))
+        changes: dict[str, Any] = {name: part}
+        if name.startswith("shared."):
+            changes = {"shared": shared_with(name[7:], lambda _: part)}
+        router = "logits" if name == "router_logits" else "same"
+        layer_of(GATED, router=router, **changes)
+        with pytest.raises(ValueError, match=f"^out must share no memory with {name}, but"):
+            layer_of(GATED, router=router, out=out, **changes)
 
     def test_no_tokens_are_no_launch(self, on_gpu: list[LayerCall], recorder: Recorder) -> None:
         call = layer_of(bf16_case(0), shared=64)
@@ -1504,6 +1526,19 @@ class TestCaptures:
         recorder.capturing = 2
         assert len(recorder.run(bf16_case(5))) == 1
 
+    def test_a_layers_kernel_is_another_one(self, recorder: Recorder) -> None:
+        call = layer_of(bf16_case(5), shared=64)
+        recorder.run(bf16_case(5))
+        recorder.capturing = 1
+        with pytest.raises(
+            RuntimeError, match=r"capture; call MoELayer.warmup\(5\), or weave_moe.warmup with"
+        ):
+            recorder.layer(call)
+        recorder.capturing = None
+        recorder.layer(call)
+        recorder.capturing = 2
+        assert len(recorder.layer(call)[0]) == 1
+
     def test_captures_share_no_buffers(self, recorder: Recorder) -> None:
         case = bf16_case(5)
         seen = {recorder.run(case)[0].p.shared.control}
@@ -1534,23 +1569,68 @@ class TestCaptures:
                 "bfloat16",
             )
             most = data.draw(st.integers(1, 20_000), "tokens")
-            cuda.warmup(shape, most)
+            kinds = {None: "none", "logits": "logits", "bfloat16": "same", "float32": "fp32"}
+            router = data.draw(st.sampled_from(list(kinds)), "router")
+            shared = 0 if router is None else data.draw(st.sampled_from([0, 64, 200]), "Is")
+            slices = cuda.shared_slices(shape, shared)
+            cuda.warmup(shape, most, router=router, shared_intermediate=shared)
             warm = set(recorder.compiled)
             some = data.draw(st.lists(st.integers(1, most), min_size=20, max_size=20))
             for tokens in (*some, most, cuda.SLAB_TOKENS):
                 if tokens > most:
                     continue
-                plan = cuda.plan_for(shape, tokens)
+                plan = cuda.plan_for(shape, tokens, router=router is not None, shared=slices)
                 config = kernel.KernelConfig.of(
                     plan,
                     dtype="bfloat16",
                     activation="silu",
                     clamp=False,
                     bias=False,
+                    router=kinds[router],
                     hidden=64,
                     intermediate=64,
+                    shared_intermediate=shared,
                 )
                 assert config in warm, f"{tokens} of {most} tokens, {shape}"
+
+    @pytest.mark.parametrize("shared", [0, 96])
+    def test_a_layer_warms_up_what_its_forward_asks_for(
+        self, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, shared: int
+    ) -> None:
+        asked: list[dict[str, Any]] = []
+        monkeypatch.setattr(cuda, "warmup", lambda shape, tokens, **options: asked.append(options))
+        shape = LayerShape(64, 64, 8, 2, "bfloat16")
+        layer = weave_moe.MoELayer(
+            shape, RoutingConfig(2), shared_intermediate=shared, expert_bias=True
+        )
+        with pytest.raises(RuntimeError, match="the layer is on cpu"):
+            layer.warmup(4)
+        on_gpu = types.SimpleNamespace(
+            device=torch.device("cuda", 0), dtype=torch.bfloat16, size=lambda dim: shared
+        )
+        found = layer_module.part
+        monkeypatch.setattr(
+            layer_module,
+            "part",
+            lambda module, path: (
+                types.SimpleNamespace(down_proj=types.SimpleNamespace(weight=on_gpu))
+                if path == "shared_experts"
+                else on_gpu
+                if path == "gate.weight"
+                else found(module, path)
+            ),
+        )
+        layer.warmup(4)
+        assert asked == [
+            {
+                "activation": layer.parts.activation,
+                "bias": True,
+                "weight_on_input": False,
+                "router": "bfloat16",
+                "shared_intermediate": shared,
+                "device": 0,
+            }
+        ]
 
     @pytest.mark.parametrize(
         ("changes", "options", "error", "words"),
@@ -1563,6 +1643,9 @@ class TestCaptures:
             ({}, {"activation": "swish"}, ValueError, "^activation must be one of .*'swish'"),
             ({}, {"activation": "relu2"}, ValueError, "^activation must have a gate, .*relu2"),
             ({}, {"weight_on_input": 1}, TypeError, "^weight_on_input must be True or False"),
+            ({}, {"router": "float16"}, ValueError, '^router must be None, "logits", .*float16'),
+            ({}, {"shared_intermediate": 8}, ValueError, "^router must not be None"),
+            ({}, {"router": "logits", "shared_intermediate": -8}, ValueError, "^shared_intermedi"),
             ({"dtype": "float32"}, {}, ValueError, "^shape must be .*float32"),
             ({"hidden": 60}, {}, ValueError, "^shape must be .*hidden is 60"),
             ({"gated": False}, {}, ValueError, "^activation must have no gate, .*silu"),

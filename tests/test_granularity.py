@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -16,6 +16,7 @@ from weave_moe.schedule.granularity import (
     GATHER_WIDTH,
     LOCAL_SLOTS,
     MANY_WIDTH_CAP,
+    MAX_SLOTS,
     MAX_STAGES,
     SHARED_BYTES,
     STAGING_BYTES,
@@ -23,6 +24,7 @@ from weave_moe.schedule.granularity import (
     KernelPlan,
     choose_kernel,
     local_plan_bytes,
+    own_bytes,
 )
 
 TOKENS = st.one_of(st.integers(1, 8), st.integers(1, 400), st.integers(1, 8192))
@@ -32,18 +34,59 @@ HIDDEN = st.integers(1, 2048).map(lambda n: 8 * n)
 CAPS = [cap for caps in WIDTH_CAPS.values() for cap in caps]
 
 
-def spare(plan: KernelPlan, slots: int, experts: int) -> int:
-    """Bytes of shared memory that the plan leaves."""
-    used = STAGING_BYTES if plan.many else local_plan_bytes(slots, experts, plan.width_cap)
-    return SHARED_BYTES - CONTROL_BYTES - plan.ring_bytes - used
+@dataclass(frozen=True)
+class Sizes:
+    """What a kernel is chosen for. shared: slices of shared experts."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    router: bool
+    shared: int
+
+    @property
+    def slots(self) -> int:
+        return self.tokens * (self.top_k + self.shared)
+
+    @property
+    def all_experts(self) -> int:
+        return self.experts + self.shared
+
+    def choose(self) -> KernelPlan:
+        return choose_kernel(**vars(self))
 
 
-@given(TOKENS, TOP_K, EXPERTS, HIDDEN)
-def test_it_fits_a_blocks_shared_memory_with_a_ring_that_streams(
-    tokens: int, top_k: int, experts: int, hidden: int
-) -> None:
-    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=hidden)
-    assert spare(plan, tokens * top_k, experts) >= 0
+@st.composite
+def all_sizes(draw: st.DrawFn) -> Sizes:
+    """Layers that the backend hands over: up to 32 slots and 1,024 experts with the shared ones,
+    of which there are some only where the kernel routes."""
+    tokens, top_k, hidden = draw(TOKENS), draw(TOP_K), draw(HIDDEN)
+    router = draw(st.booleans())
+    shared = draw(st.one_of(st.just(0), st.just(1), st.integers(0, MAX_SLOTS - top_k)))
+    shared = shared if router else 0
+    return Sizes(tokens, top_k, min(draw(EXPERTS), 1024 - shared), hidden, router, shared)
+
+
+SIZES = all_sizes()
+
+
+def used(plan: KernelPlan, sizes: Sizes) -> int:
+    """Bytes of shared memory that a launch takes."""
+    bytes_ = CONTROL_BYTES + plan.ring_bytes
+    if plan.many:
+        return bytes_ + STAGING_BYTES
+    # device/experts.cu: slots that a block routes for itself, a token a warp, then its plan.
+    own = plan.threads // 32 * MAX_SLOTS * (4 + 4) if sizes.router else 0
+    return bytes_ + own + local_plan_bytes(sizes.slots, sizes.all_experts, plan.width_cap)
+
+
+@given(SIZES)
+def test_it_fits_a_blocks_shared_memory_with_a_ring_that_streams(sizes: Sizes) -> None:
+    plan = sizes.choose()
+    assert used(plan, sizes) <= SHARED_BYTES
+    # As much ring as there is room for, in whole steps of 1,024 bytes.
+    assert used(plan, sizes) + 1024 > SHARED_BYTES
     # Both are followed by what TMA writes or reads with a swizzle, or by 16-byte fields.
     assert plan.ring_bytes % 1024 == STAGING_BYTES % 1024 == 0
     for width in range(8, plan.width_cap + 1, 8):
@@ -55,11 +98,9 @@ def test_it_fits_a_blocks_shared_memory_with_a_ring_that_streams(
         assert stages == MAX_STAGES or (stages + 1) * stage > plan.ring_bytes
 
 
-@given(TOKENS, TOP_K, EXPERTS, HIDDEN)
-def test_its_sizes_are_those_that_the_kernel_is_written_for(
-    tokens: int, top_k: int, experts: int, hidden: int
-) -> None:
-    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=hidden)
+@given(SIZES)
+def test_its_sizes_are_those_that_the_kernel_is_written_for(sizes: Sizes) -> None:
+    plan = sizes.choose()
     assert plan.tile_m in (64, 128)
     assert plan.tile_k in (64, 128)
     assert check_width_cap(plan.width_cap) <= MANY_WIDTH_CAP
@@ -95,15 +136,56 @@ def test_combine_tasks_cover_every_element_of_every_token_once(
     assert blocks * slices < 1 << 24, "a queue's window has 24 bits"
 
 
-@given(TOKENS, TOP_K, EXPERTS)
-def test_a_local_plan_has_room_for_its_scratch(tokens: int, top_k: int, experts: int) -> None:
-    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=2048)
+@given(SIZES)
+def test_a_local_plan_has_room_for_its_scratch(sizes: Sizes) -> None:
+    plan, experts = sizes.choose(), sizes.all_experts
     if plan.many:
         return
     # device/experts.cu lays it behind the weights of the deepest ring: sums of up to 16 warps (8
     # bytes each), two words an expert and at least one histogram, all of an even number of words.
     room = plan.ring_bytes - plan.stages(8) * plan.tile_m * plan.tile_k * 2
     assert room >= 4 * (2 * 16 + 3 * ((experts + 1) // 2 * 2))
+
+
+@given(SIZES)
+def test_a_choice_of_experts_has_room_in_what_will_be_the_ring(sizes: Sizes) -> None:
+    plan = sizes.choose()
+    if plan.many:
+        return
+    # device/route.h: score and key of each expert, keys of groups, the experts chosen; a warp each.
+    choice = 4 * (2 * sizes.experts + 32 + 16)
+    assert plan.threads // 32 * choice <= plan.ring_bytes
+
+
+@given(SIZES)
+def test_what_each_block_routes_for_itself_is_counted(sizes: Sizes) -> None:
+    plan = sizes.choose()
+    assert own_bytes(plan.tile_m) == plan.threads // 32 * MAX_SLOTS * 8
+    assert own_bytes(plan.tile_m) % 16 == 0, "a plan's groups follow"
+    if not sizes.router:
+        return
+    # Routing changes nothing else: the same tiles, and less ring for as much as it takes.
+    other = replace(sizes, router=False).choose()
+    if plan.many or other.many:
+        assert plan.many >= other.many
+        return
+    assert (plan.tile_m, plan.tile_k, plan.width_cap) == (
+        other.tile_m,
+        other.tile_k,
+        other.width_cap,
+    )
+    least = own_bytes(plan.tile_m) // 1024
+    assert least <= (other.ring_bytes - plan.ring_bytes) // 1024 <= least + 1
+
+
+@given(SIZES)
+def test_shared_experts_are_slots_and_experts_like_the_others(sizes: Sizes) -> None:
+    plan, plain = sizes.choose(), replace(sizes, shared=0).choose()
+    assert plan.many >= plain.many
+    # Groups are as wide as the routed experts' loads ask for; those of shared experts are cut.
+    if not plan.many and plan.tile_m == plain.tile_m:
+        assert plan.width_cap == plain.width_cap
+    assert plan.tile_m == (64 if sizes.slots <= 32 and not plan.many else 128)
 
 
 @given(st.data())
@@ -125,16 +207,15 @@ def test_a_local_plan_has_room_for_any_routing(data: st.DataObject) -> None:
     assert len(rows.row_slot) < 0xFFFF
 
 
-@given(TOKENS, TOP_K, EXPERTS)
-def test_numbers_of_a_local_plan_are_below_its_index_type(
-    tokens: int, top_k: int, experts: int
-) -> None:
-    plan = choose_kernel(tokens=tokens, top_k=top_k, experts=experts, hidden=2048)
-    slots = tokens * top_k
+@given(SIZES)
+def test_numbers_of_a_local_plan_are_below_its_index_type(sizes: Sizes) -> None:
+    plan, slots = sizes.choose(), sizes.slots
     if not plan.many:
-        assert tokens <= FEW_TOKENS
+        assert sizes.tokens <= FEW_TOKENS
         assert slots <= LOCAL_SLOTS
-        assert slots + 15 * min(experts, slots) < 0xFFFF
+        assert slots + 15 * min(sizes.all_experts, slots) < 0xFFFF
+        # device/router.h counts the units of blocks of 8 tokens, of 32 from 65 tokens on.
+        assert -(-sizes.tokens // (8 if sizes.tokens <= 64 else 32)) <= 32
 
 
 @given(TOKENS, TOP_K, EXPERTS)
@@ -163,15 +244,20 @@ def test_few_slots_get_finer_tiles() -> None:
 def test_known_models_plan_for_themselves_until_there_are_many_tokens(preset: Preset) -> None:
     shape = preset.shape()
 
-    def many(tokens: int) -> bool:
-        sizes = {"top_k": shape.top_k, "experts": shape.experts, "hidden": shape.hidden}
-        return choose_kernel(tokens=tokens, **sizes).many
+    for router, shared in ((False, 0), (True, 0), (True, 1), (True, 2)):
 
-    found = [many(tokens) for tokens in range(1, 4 * FEW_TOKENS)]
-    assert found == sorted(found)
-    assert not found[0]
-    assert not many(64)
-    assert many(FEW_TOKENS + 1)
+        def many(tokens: int, router: bool = router, shared: int = shared) -> bool:
+            return (
+                Sizes(tokens, shape.top_k, shape.experts, shape.hidden, router, shared)
+                .choose()
+                .many
+            )
+
+        found = [many(tokens) for tokens in range(1, 4 * FEW_TOKENS)]
+        assert found == sorted(found)
+        assert not found[0]
+        assert not many(64)
+        assert many(FEW_TOKENS + 1)
 
 
 @given(TOKENS, TOP_K, EXPERTS, HIDDEN)

@@ -25,6 +25,7 @@ from weave_moe.runtime.cache import cached_file
 from weave_moe.runtime.kernel import (
     COMBINE_WARPS,
     PIECE,
+    ROUTE_WARPS,
     SORT_THREADS,
     KernelConfig,
     Launch,
@@ -33,9 +34,11 @@ from weave_moe.runtime.kernel import (
 from weave_moe.schedule import group_width
 from weave_moe.schedule.granularity import (
     GATHER_WIDTH,
+    MAX_SLOTS,
     SHARED_BYTES,
     STAGING_BYTES,
     choose_kernel,
+    own_bytes,
 )
 
 try:
@@ -57,13 +60,23 @@ def config(
     bias: bool = False,
     scale_x: bool = False,
     trace: bool = False,
+    router: str = "none",
+    shared: int = 0,
     hidden: int = 2048,
     intermediate: int = 768,
 ) -> KernelConfig:
-    """The kernel of a model's experts and routing for `tokens` tokens, with any sizes."""
+    """The kernel of a model's experts and routing for `tokens` tokens, with any sizes.
+
+    shared: slices of shared experts.
+    """
     shape = PRESETS[model].shape()
     plan = choose_kernel(
-        tokens=tokens, top_k=shape.top_k, experts=shape.experts, hidden=shape.hidden
+        tokens=tokens,
+        top_k=shape.top_k,
+        experts=shape.experts,
+        hidden=shape.hidden,
+        router=router != "none",
+        shared=shared,
     )
     return KernelConfig.of(
         plan,
@@ -73,8 +86,10 @@ def config(
         bias=bias,
         scale_x=scale_x,
         trace=trace,
+        router=router,
         hidden=hidden,
         intermediate=intermediate,
+        shared_intermediate=shared * intermediate,
     )
 
 
@@ -117,6 +132,20 @@ def representatives() -> dict[str, KernelConfig]:
         "weight-on-input": config("llama-4-scout", 40, scale_x=True),
         "weight-on-input-many": config("qwen3-30b", 512, scale_x=True, trace=True),
     }
+    # Each kind of router in one launch and in one of its own, with each type, with shared experts
+    # and without; and beside the options that take most registers.
+    fp16 = {"dtype": "float16"}
+    extras |= {
+        "router-same": config("qwen3-30b", 1, router="same", shared=1),
+        "router-fp32": config("deepseek-v3", 16, router="fp32", shared=1),
+        "router-logits": config("qwen3-30b", 64, router="logits", **fp16),
+        "router-fp32-fp16": config(
+            "qwen3-30b", 256, router="fp32", shared=2, clamp=True, bias=True, **fp16
+        ),
+        "router-same-many": config("qwen3-30b", 512, router="same", **fp16),
+        "router-fp32-many": config("qwen3-30b", 512, router="fp32", **fp16),
+        "router-logits-many": config("qwen3-30b", 512, router="logits", shared=1, bias=True),
+    }
     return found | extras
 
 
@@ -134,9 +163,10 @@ class Compiled:
     @property
     def kernels(self) -> tuple[str, ...]:
         """Names of the kernels that it must have."""
-        if self.config.many:
-            return ("weave_experts", "weave_sort", "weave_combine")
-        return ("weave_experts",)
+        if not self.config.many:
+            return ("weave_experts",)
+        route = () if self.config.router == "none" else ("weave_route",)
+        return ("weave_experts", "weave_sort", "weave_combine", *route)
 
     def logs(self) -> dict[str, str]:
         """What ptxas said of each kernel."""
@@ -153,6 +183,7 @@ class Compiled:
             "weave_experts": self.config.tile_m // 64 * 128 + 128,
             "weave_sort": SORT_THREADS,
             "weave_combine": 32 * COMBINE_WARPS,
+            "weave_route": 32 * ROUTE_WARPS,
         }[kernel]
 
 
@@ -182,13 +213,19 @@ def compiled(request: pytest.FixtureRequest, build_directory: Path) -> Compiled:
 
 
 def test_the_list_is_short_enough_for_every_run() -> None:
-    assert 10 <= len(CONFIGS) <= 18
+    assert 15 <= len(CONFIGS) <= 26
     options = [tuple(c.options()) for c in CONFIGS.values()]
     assert len(set(options)) == len(options)
     # And it has both sides of every option.
     for name in KernelConfig.__dataclass_fields__:
         if name not in ("split_k",):
             assert len({getattr(c, name) for c in CONFIGS.values()}) >= 2, name
+    routers = {(c.router, c.many) for c in CONFIGS.values()}
+    assert routers == {(router, many) for router in kernel.ROUTERS for many in (False, True)}
+    for router in kernel.ROUTERS:
+        types = {(c.dtype, c.shared) for c in CONFIGS.values() if c.router == router}
+        assert {kind for kind, _ in types} == {"bfloat16", "float16"}
+        assert router == "none" or {shared for _, shared in types} == {False, True}
 
 
 def test_nothing_is_spilled_and_no_product_is_serialised(compiled: Compiled) -> None:
@@ -247,14 +284,36 @@ def test_its_machine_code_has_the_products_of_each_width_and_no_local_memory(
     # One loop of products a width: a stage of tile_k columns is tile_k / 16 of them. More would
     # mean that the compiler made copies of the loop, fewer that a width is missing.
     kind = "F32.BF16" if chosen.dtype == "bfloat16" else "F32"
+    products = {f"HGMMA.64x{n}x16.{kind}": chosen.tile_k // 16 for n in widths(chosen)}
+    of_router = router_products(chosen)
+    where = "weave_route" if chosen.many else "weave_experts"
+    for name, found in code.items():
+        want = (products if name == "weave_experts" else {}) | (of_router if name == where else {})
+        assert Counter(op for op in found if op.startswith(("HGMMA", "HMMA"))) == want, name
+        assert not [op for op in found if op.startswith(("LDL", "STL"))], name
+
+
+def router_products(chosen: KernelConfig) -> dict[str, int]:
+    """Products of 16 rows, 8 tokens and 16 columns that the router is made of (device/router.h)."""
+    if chosen.router in ("none", "logits"):
+        return {}
+    fp32, fp16 = chosen.router == "fp32", chosen.dtype == "float16"
+    # A weight of fp32 is three parts of bf16, and then an fp16 element of x is two.
+    parts = (3 if fp32 else 1) * (2 if fp32 and fp16 else 1)
+    # Blocks of 8 tokens that a warp takes, and how many times 32 columns it loads at once; with
+    # many tokens once for the first columns and once for the others, which are added to it.
+    loads = {1: 4, 2: 2, 4: 2} if fp32 else {1: 8, 2: 8, 4: 4}
+    blocks, copies = ((2, 4), 2) if chosen.many else ((1, 4), 1)
+    count = copies * sum(n * loads[n] * 2 * parts for n in blocks)
+    return {"HMMA.16816.F32" if fp16 and not fp32 else "HMMA.16816.F32.BF16": count}
+
+
+def widths(chosen: KernelConfig) -> set[int]:
+    """Columns of the products of weight tiles that are compiled."""
     widths = {group_width(n) for n in range(1, chosen.width_cap + 1)}
     if chosen.many:  # groups of an odd number of eights take the next product
         widths = {-(-width // 16) * 16 for width in widths}
-    want = {f"HGMMA.64x{n}x16.{kind}": chosen.tile_k // 16 for n in widths}
-    for name, found in code.items():
-        products = Counter(op for op in found if op.startswith(("HGMMA", "HMMA")))
-        assert products == (want if name == "weave_experts" else {}), name
-        assert not [op for op in found if op.startswith(("LDL", "STL"))], name
+    return widths
 
 
 def test_its_machine_code_loads_and_stores_as_its_options_say(compiled: Compiled) -> None:
@@ -285,12 +344,15 @@ def test_its_machine_code_loads_and_stores_as_its_options_say(compiled: Compiled
 def test_python_has_the_launchs_fields_where_the_kernel_has_them() -> None:
     chosen = CONFIGS["qwen3-30b-1"]
     headers = kernel.device_sources()
+    routing = ("scoring", "top_k", "renormalize", "groups", "kept_groups", "scale")
 
     def asserts(structure: type[ctypes.Structure], name: str) -> Iterator[str]:
         for field, kind, *_ in structure._fields_:
             offset = getattr(structure, field).offset
-            # Names of Python's own are those that C++ has as elements of an array.
+            # Names of Python's own are those that C++ has as elements of an array, or one deeper.
             words = {"up_parts": "part_done[0]", "down_parts": "part_done[1]"}
+            if structure is kernel._Router:
+                words = {inner: f"routing.{inner}" for inner in routing}
             where = f"__builtin_offsetof({name}, {words.get(field, field)})"
             yield f'static_assert({where} == {offset}, "{name}::{field}");'
             if isinstance(kind, type) and issubclass(kind, ctypes.Structure):
@@ -299,6 +361,7 @@ def test_python_has_the_launchs_fields_where_the_kernel_has_them() -> None:
 
     lines = "\n".join(asserts(Launch, "weave::Launch"))
     assert lines.count("static_assert") > 40
+    assert "(weave::Launch::router), routing.scale)" in lines
     source = f'#include "config.h"\n{lines}\n'
     nvrtc.compile_cubin(source, headers, chosen.options())
     moved = source.replace(f"== {Launch.tokens.offset},", f"== {Launch.top_k.offset},")
@@ -310,7 +373,7 @@ def layout(chosen: KernelConfig) -> dict[str, int]:
     """C++ expressions, and what Python takes them for."""
     columns = chosen.width_cap // 8
     gathers = chosen.many or chosen.scale_x or chosen.width_cap > GATHER_WIDTH
-    maps = 2 + columns + (columns if gathers else 1) + (8 if chosen.many else 2)
+    maps = 4 + columns + (columns if gathers else 1) + (8 if chosen.many else 2)
     found = {
         "sizeof(Maps)": maps * driver.TENSOR_MAP_BYTES,
         "sizeof(TensorMap)": driver.TENSOR_MAP_BYTES,
@@ -321,10 +384,27 @@ def layout(chosen: KernelConfig) -> dict[str, int]:
         "sizeof(*((Launch*)0)->plan.slot_row)": 4,
         "sizeof(*((Launch*)0)->plan.expert_group)": 4,
         f"sizeof(Control) <= {buffers._CONTROL}": True,
+        "sizeof(RouterState)": buffers.ROUTER_STATE_BYTES,
+        "sizeof(*((Launch*)0)->router.chosen)": 4,
+        "MAX_SLOTS": MAX_SLOTS,
+        "MAX_TOP_K": 16,  # of what the backend takes
+        "MAX_EXPERT_GROUPS": 32,
+        **{f"ROUTER_{kind.upper()}": n for n, kind in enumerate(kernel.ROUTERS) if n},
+        "NO_ROUTER": 0,
         "THREADS": chosen.tile_m // 64 * 128 + 128,
         "STAGING_BYTES": STAGING_BYTES if chosen.many else 0,
         "PIECE": PIECE,
     }
+    if chosen.router != "none":
+        own = 0 if chosen.many else own_bytes(chosen.tile_m)
+        found |= {
+            "OWN_BYTES": own,
+            "OWN_TOKENS": chosen.tile_m // 16 + 4,
+            # Columns of a partial sum: one for so many, two for one more.
+            "SEGMENT": next(n for n in range(1, 10_000) if buffers.logit_sums(n + 1) == 2),
+        }
+        if chosen.many:
+            found["ROUTE_WARPS"] = ROUTE_WARPS
     if not chosen.many:
         return found | {"GATHER_WIDTH": 0 if chosen.scale_x else GATHER_WIDTH}
     return found | {
@@ -344,11 +424,19 @@ def layout(chosen: KernelConfig) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-1", "qwen3-30b-64", "qwen3-30b-4096"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3-30b-1", "qwen3-30b-64", "qwen3-30b-4096"),
+        *("router-same", "router-logits", "router-fp32-many"),
+    ],
+)
 def test_python_has_the_kernels_layout(name: str) -> None:
     chosen = CONFIGS[name]
     headers = kernel.device_sources()
     include = ("staging.h", "many.h") if chosen.many else ("combine.h",)
+    if chosen.router != "none":
+        include = (*include, "router.h")
 
     def source(expected: dict[str, int]) -> str:
         lines = [f'static_assert(({e}) == {int(n)}, "{e}");' for e, n in expected.items()]

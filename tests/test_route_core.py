@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from native.mirror import Probe
 from test_plan import needs_cxx, probe  # noqa: F401
-
 from weave_moe.routing import RoutingConfig, route
 
 SHAPES = [(8, 2), (128, 8), (60, 4), (256, 8), (512, 10), (64, 6), (33, 1), (16, 16), (5, 3)]

@@ -228,7 +228,9 @@ def moe_layer(
         length.
     selection_bias: [E], added to the scores to select experts; it never weighs.
     shared: shared experts. y = routed + shared, each in x's dtype, added in fp32 and rounded once;
-        with a residual, (routed + shared) + residual.
+        with a residual, (routed + shared) + residual. A GPU adds them as rows like the routed
+        experts' instead, slice by slice of I elements, and rounds once: bits differ from the sum of
+        parts, by less than the type's rounding.
     return_routing: return (y, topk_weights fp32 [T, k], topk_ids int32 [T, k]) instead of y.
 
     The other arguments are those of `fused_experts`; weight_on_input is for the routed experts.
@@ -591,6 +593,32 @@ class MoELayer(nn.Module):
             return y, logits.to(y.dtype)
         y = y.view(hidden_states.shape)
         return (y, result[1].to(y.dtype)) if options["return_routing"] else y
+
+    def warmup(self, tokens: int) -> None:
+        """Compiles and loads, on the GPU that the layer is on, every kernel that its forward can
+        need for up to `tokens` tokens; see `weave_moe.warmup`. Graph capture needs it before.
+
+        Raises ValueError for a layer that the kernel does not take; RuntimeError where the layer is
+        on no GPU that it runs on.
+        """
+        from .backends.cuda import warmup
+
+        parts = self.parts
+        weight = part(self, parts.router_weight)
+        if weight.device.type != "cuda":
+            raise RuntimeError(f"there is nothing to warm up: the layer is on {weight.device}")
+        logits = self.drop_in and parts.output == "logits"
+        shared = None if parts.shared is None else part(self, parts.shared).down_proj.weight
+        warmup(
+            self.shape,
+            tokens,
+            activation=parts.activation,
+            bias=parts.b13 is not None or parts.b2 is not None,
+            weight_on_input=parts.weight_on_input,
+            router="logits" if logits else dtype_name(weight.dtype),
+            shared_intermediate=0 if shared is None else shared.size(1),
+            device=weight.device.index,
+        )
 
     def extra_repr(self) -> str:
         """The layer's options, for repr()."""

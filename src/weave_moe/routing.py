@@ -33,6 +33,7 @@ from .shapes import (
     check_experts,
     check_flag,
     check_number,
+    check_out_apart,
     check_shared,
     check_size,
     check_tensor,
@@ -226,6 +227,8 @@ def check_layer(
     )
     if shared is not None:
         check_shared(shared, x, call.experts.activation)
+    if call.experts.out is not None:
+        check_out_apart(call.experts.out, call.inputs())
     return call
 
 

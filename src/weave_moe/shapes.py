@@ -396,7 +396,14 @@ def _check_out(out: object, x: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         raise ValueError(
             "out must not require grad: autograd cannot follow what is written into it"
         )
-    first, last = _span(checked)
+    check_out_apart(checked, inputs)
+    return checked
+
+
+def check_out_apart(out: Tensor, inputs: dict[str, Tensor]) -> None:
+    """ValueError, naming the input, if `out` shares memory with one of these and is not `residual`
+    itself: inputs are still read when parts of the output are written."""
+    first, last = _span(out)
     for name, value in inputs.items():
         start, end = _span(value)
         if first >= end or start >= last:
@@ -407,7 +414,6 @@ def _check_out(out: object, x: Tensor, inputs: dict[str, Tensor]) -> Tensor:
             raise ValueError(
                 "out must be residual itself or share no memory with it, but overlaps it in part"
             )
-    return checked
 
 
 def check_experts(

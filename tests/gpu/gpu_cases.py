@@ -286,7 +286,7 @@ def scratch_tensors() -> Iterable[Tensor]:
 
     for pool in cuda._pools.values():
         for buffers in list(pool._all):
-            for name in ("h", "rows", "gathered", "sums"):
+            for name in ("h", "rows", "gathered", "sums", "router"):
                 tensor = getattr(buffers, name, None)
                 if tensor is not None and tensor.numel():
                     yield tensor
@@ -309,19 +309,34 @@ def configs(
     biases: bool = False,
     weight_on_input: bool = False,
     interleaved: bool = False,
+    router: str = "none",
+    shared: int = 0,
 ) -> set[KernelConfig]:
-    """The kernels that calls of these sizes get; interleaved rows have none of their own."""
+    """The kernels that calls of these sizes get; interleaved rows have none of their own.
+
+    router: what they route from, of `ROUTERS`.  shared: Is, rows of each half of shared experts.
+    """
     act = Activation.parse(activation)
+    slices = -(-shared // s.intermediate)
     return {
         KernelConfig.of(
-            choose_kernel(tokens=t, top_k=s.top_k, experts=s.experts, hidden=s.hidden),
+            choose_kernel(
+                tokens=t,
+                top_k=s.top_k,
+                experts=s.experts,
+                hidden=s.hidden,
+                router=router != "none",
+                shared=slices,
+            ),
             dtype=s.dtype,
             activation=act.kind,
             clamp=act.limit is not None,
             bias=biases,
             scale_x=weight_on_input,
+            router=router,
             hidden=s.hidden,
             intermediate=s.intermediate,
+            shared_intermediate=shared,
         )
         for t in tokens
         if t

@@ -208,6 +208,7 @@ T __shfl_sync(unsigned, T v, unsigned from) {
 #define multiply_16x8x16 ptx_multiply_16x8x16
 #define prefetch_l2 ptx_prefetch_l2
 #define launch_dependents_may_start ptx_launch_dependents_may_start
+#define fence_async_proxy_shared ptx_fence_async_proxy_shared
 #define wait_for_previous_launch ptx_wait_for_previous_launch
 #include "ptx.h"
 #undef pack2
@@ -216,6 +217,7 @@ T __shfl_sync(unsigned, T v, unsigned from) {
 #undef multiply_16x8x16
 #undef prefetch_l2
 #undef launch_dependents_may_start
+#undef fence_async_proxy_shared
 #undef wait_for_previous_launch
 
 namespace weave {
@@ -232,6 +234,7 @@ float unpack(u16 v) {
 inline u32 load_if(bool wanted, const u32* p, u32 otherwise) { return wanted ? emulated::load(p) : otherwise; }
 inline void prefetch_l2(const void* p) { emulated::load((const char*)p); }
 inline void launch_dependents_may_start() {}
+inline void fence_async_proxy_shared() {}
 inline void wait_for_previous_launch() {}
 
 // Matrix fragments of mma.m16n8k16 as the PTX ISA has them: with g = lane / 4 and t = lane % 4, element i of a lane's
@@ -263,6 +266,14 @@ struct WarpLanes {
   u32 lane() const { return threadIdx.x % 32; }
   u32 lanes() const { return 32; }
   void sync_warp() const { __syncwarp(); }
+  u32 largest(u32 v) const {
+    const emulated::Meeting& m = emulated::in_warp(emulated::BEST, {v, 0});
+    u32 most = 0;
+    for (u32 i = 0; i < 32; ++i)
+      if (m.words[0][i] > most) most = m.words[0][i];
+    emulated::read_by_warp();
+    return most;
+  }
   u32 best(u32 key, u32 at) const {
     const emulated::Meeting& m = emulated::in_warp(emulated::BEST, {key, at});
     u32 most = 0, lowest = NONE;

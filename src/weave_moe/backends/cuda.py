@@ -550,9 +550,12 @@ def _launch(
         only_ready=capturing,
     )
     if kernels is None:
+        what = f"call weave_moe.warmup(shape, tokens={tokens})"
+        if layer is not None:
+            what = f"call MoELayer.warmup({tokens}), or weave_moe.warmup with its router="
         raise RuntimeError(
             "the experts kernel for this shape is not loaded yet and cannot be during graph "
-            f"capture; call weave_moe.warmup(shape, tokens={tokens}) before it"
+            f"capture; {what} before it"
         )
     workers = _device(index).multiprocessors
     needs = needs_of(
@@ -780,6 +783,9 @@ def warmup(
     activation: str | Activation = "silu",
     bias: bool = False,
     weight_on_input: bool = False,
+    router: str | None = None,
+    router_experts: int | None = None,
+    shared_intermediate: int = 0,
     device: int | None = None,
 ) -> None:
     """Compiles (or reads from the cache) and loads every kernel that calls of up to `tokens` tokens
@@ -789,6 +795,11 @@ def warmup(
     b13 or b2 will be given.  weight_on_input: as in `fused_experts`.  device: the GPU's index, by
     default the current one.
 
+    For `moe_layer`: router, "logits" where router_logits will be given, else the type of
+    router_weight, x's or "float32"; None for `fused_experts`.  router_experts: E of the router where
+    an expert_map will be given, else it is shape's.  shared_intermediate: Is of the shared experts,
+    0 where there are none. `MoELayer.warmup` fills all of it in.
+
     Raises TypeError or ValueError, naming the argument, for a layer that the kernel does not take;
     RuntimeError where there is no GPU that it runs on.
     """
@@ -797,7 +808,18 @@ def warmup(
     check_count("tokens", tokens)
     check_flag("bias", bias)
     check_flag("weight_on_input", weight_on_input)
+    check_count("shared_intermediate", shared_intermediate, 0)
+    if router_experts is not None:
+        check_count("router_experts", router_experts)
     act = Activation.parse(activation)
+    kinds = {None: "none", "logits": "logits", "float32": "fp32", shape.dtype: "same"}
+    if router not in kinds:
+        raise ValueError(
+            f'router must be None, "logits", "float32" or "{shape.dtype}", as shape is, '
+            f"got {router!r}"
+        )
+    if shared_intermediate and router is None:
+        raise ValueError("router must not be None with shared experts: they belong to moe_layer")
     reason = _other_shape(shape)
     if reason is not None:
         raise ValueError(f"shape must be one that the kernel takes: {reason}")
@@ -812,8 +834,9 @@ def warmup(
         raise RuntimeError(f"there is nothing to warm up: {reason}")
     with torch.cuda.device(index):
         _pool(torch.device("cuda", index))
-        for count in range(1, min(tokens, slab_tokens(shape)) + 1):
-            plan = plan_for(shape, count, index)
+        slices = shared_slices(shape, shared_intermediate)
+        for count in range(1, min(tokens, slab_tokens(shape, slices)) + 1):
+            plan = plan_for(shape, count, index, router=router is not None, shared=slices)
             _prepared_kernel(
                 shape,
                 act,
@@ -821,6 +844,9 @@ def warmup(
                 index,
                 bias=bias,
                 scale_x=weight_on_input,
+                router=kinds[router],
+                router_experts=shape.experts if router_experts is None else router_experts,
+                shared_intermediate=shared_intermediate,
                 only_ready=False,
             )
 

@@ -329,6 +329,7 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u32* own_id
       token = warp < work.tokens_each ? ticket * work.tokens_each + warp : NONE;
       if (token < work.tokens && lane == 0) ok = ok && wait_for_units(p, work, token / work.block_tokens);
       ok = __shfl_sync(~0u, ok, 0);
+      __syncwarp();  // a shuffle orders nothing: this carries lane 0's acquire to the lanes that read
     }
     if (ok && token < work.tokens) {
       const u64 first = (u64)token * p.top_k;
@@ -339,6 +340,7 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u32* own_id
     }
     if (own) break;
   }
+  fence_async_proxy_shared();  // the scratch was written plainly, and TMA will write there
   if (!own && threadIdx.x == 0) ok = ok && wait_for(p.shared, &r.state->routed, work.tokens, PLAN_TIMEOUT);
   return __syncthreads_and(ok);
 }

@@ -1,0 +1,172 @@
+"""Whole layers in CUDA graphs: inputs that change, launches, and nobody who waits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import TARGET, same_bits
+from layer_cases import (
+    LayerCase,
+    Recorded,
+    cases_of,
+    check_layer,
+    expect_layers,
+    make_layer,
+)
+from layer_tables import (
+    DENSE,
+    EACH,
+    LAYERS,
+    SHORT,
+    SOME,
+    WHOLE,
+)
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+expect_layers([*SHORT.values(), *WHOLE.values()])
+
+
+def recorded(case: LayerCase, **options: Any) -> Callable[[LayerCase, int], tuple[Tensor, ...]]:
+    """A recorded call, whose inputs are buffers of its own: (another case, valid) -> results."""
+    own = {"x": case.x.clone(), "num_valid_tokens": torch.zeros((), dtype=torch.int32)}
+    own["num_valid_tokens"] = own["num_valid_tokens"].to(TARGET.device)
+    for name in ("router_logits", "residual"):
+        if case.options.get(name) is not None:
+            own[name] = case.options[name].clone()
+    graph = Recorded(lambda: case.with_(**own).routed(**options))
+
+    def replay(other: LayerCase, valid: int) -> tuple[Tensor, ...]:
+        own["x"].copy_(other.x)
+        for name in ("router_logits", "residual"):
+            if name in own:
+                own[name].copy_(other.options[name])
+        own["num_valid_tokens"].fill_(valid)
+        return graph.replay()
+
+    return replay
+
+
+def same_as(
+    results: tuple[Tensor, ...], whole: tuple[Tensor, ...], case: LayerCase, valid: int
+) -> bool:
+    """Whether the valid tokens' results are those of the whole case, and the other rows idle."""
+    live = min(max(valid, 0), case.tokens)
+    residual = case.options.get("residual")
+    idle = torch.zeros_like(results[0]) if residual is None else residual
+    same = all(same_bits(a[:live], b[:live]) for a, b in zip(results, whole, strict=True))
+    return same and torch.equal(results[0][live:], idle[live:])
+
+
+@pytest.mark.parametrize(("name", "tokens"), cases_of(WHOLE, (1, *EACH), calls=4))
+def test_replays_with_other_inputs_and_counts(name: str, tokens: int) -> None:
+    exact = not TARGET.on_gpu
+    cases = [make_layer(LAYERS[name], tokens, seed=seed, exact=exact) for seed in range(5)]
+    want = [check_layer(case) for case in cases]
+    replay = recorded(cases[0])
+    for i in range(200 if TARGET.on_gpu else 14):
+        valid = (tokens, tokens - 1, 0, -3, tokens + 5, tokens // 2, tokens)[i % 7]
+        got = replay(cases[i % 5], valid)
+        assert same_as(got, want[i % 5], cases[i % 5], valid), (i, valid)
+
+
+def test_several_graphs_between_eager_calls() -> None:
+    exact = not TARGET.on_gpu
+    names = {"qwen": 12, "deepseek": 40, "gpt-oss": 3, "shared 200 gated": 300}
+    replays, cases, want = {}, {}, {}
+    for name, tokens in names.items():
+        cases[name] = [make_layer(LAYERS[name], tokens, seed=s, exact=exact) for s in range(3)]
+        want[name] = [check_layer(case) for case in cases[name]]
+        replays[name] = recorded(cases[name][0])
+    eager = make_layer(LAYERS["llama4"], SOME)
+    expected = check_layer(eager)
+    for i in range(30 if TARGET.on_gpu else 3):
+        for name, tokens in names.items():
+            valid = (tokens, tokens // 2, 1)[i % 3]
+            got = replays[name](cases[name][i % 3], valid)
+            between = eager.routed()
+            assert same_as(got, want[name][i % 3], cases[name][i % 3], valid), (name, i)
+            assert all(same_bits(a, b) for a, b in zip(between, expected, strict=True)), (name, i)
+
+
+def test_layers_of_several_sizes_in_one_graph() -> None:
+    # Later layers outgrow the buffers of earlier ones within one capture.
+    cases = [make_layer(one, t) for one in SHORT.values() for t in (1, 40, 300, 3)]
+    want = [check_layer(case) for case in cases]
+    graph = Recorded(lambda: tuple(t for case in cases for t in case.routed()))
+    for _ in range(3):
+        got = graph.replay()
+        for i, expected in enumerate(want):
+            assert all(same_bits(a, b) for a, b in zip(got[3 * i :], expected, strict=False)), i
+
+
+def test_layers_that_follow_each_others_results() -> None:
+    # Each launch may be placed before the one whose output it routes has ended.
+    case = make_layer(DENSE, 12)
+
+    def chain() -> tuple[Tensor, ...]:
+        x = case.x
+        for _ in range(4):
+            x = case.with_(x=x).run()
+        return (x,)
+
+    x = case.x
+    for _ in range(4):
+        x, _, _ = check_layer(case.with_(x=x))
+        if TARGET.on_gpu:
+            torch.cuda.synchronize()
+    graph = Recorded(chain)
+    for _ in range(10):
+        assert same_bits(chain()[0], x)
+        assert same_bits(graph.replay()[0], x)
+
+
+def launches(work: Callable[[], Any]) -> int:
+    """Kernels that a CUDA graph of `work` launches."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        work()
+    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    assert driver.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0
+    nodes = (ctypes.c_void_p * count.value)()
+    assert driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)) == 0
+    kinds = []
+    for node in nodes:
+        kind = ctypes.c_int(-1)
+        assert driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
+        kinds.append(kind.value)
+    return kinds.count(0)  # CU_GRAPH_NODE_TYPE_KERNEL
+
+
+@pytest.mark.parametrize("tokens", EACH)
+@pytest.mark.parametrize("name", SHORT)
+def test_numbers_of_launches(gpu: torch.device, name: str, tokens: int) -> None:
+    case = make_layer(SHORT[name], tokens)
+    case.run()
+
+    def several(times: int) -> int:
+        return launches(lambda: [case.run() for _ in range(times)])
+
+    # One call more, so that the first one's setting up of its buffers is not counted.
+    assert several(3) - several(2) in ((1,) if tokens <= 256 else (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("tokens", EACH)
+def test_nobody_waits_for_the_device(gpu: torch.device, tokens: int) -> None:
+    for one in SHORT.values():
+        case = make_layer(one, tokens).with_(num_valid_tokens=torch.tensor(tokens, device=gpu))
+        case.routed()
+        torch.cuda.synchronize()
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            case.routed()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
