@@ -208,6 +208,7 @@ T __shfl_sync(unsigned, T v, unsigned from) {
 #define multiply_16x8x16 ptx_multiply_16x8x16
 #define prefetch_l2 ptx_prefetch_l2
 #define launch_dependents_may_start ptx_launch_dependents_may_start
+#define fence_async_proxy_shared ptx_fence_async_proxy_shared
 #define wait_for_previous_launch ptx_wait_for_previous_launch
 #include "ptx.h"
 #undef pack2
@@ -216,6 +217,7 @@ T __shfl_sync(unsigned, T v, unsigned from) {
 #undef multiply_16x8x16
 #undef prefetch_l2
 #undef launch_dependents_may_start
+#undef fence_async_proxy_shared
 #undef wait_for_previous_launch
 
 namespace weave {
@@ -232,6 +234,7 @@ float unpack(u16 v) {
 inline u32 load_if(bool wanted, const u32* p, u32 otherwise) { return wanted ? emulated::load(p) : otherwise; }
 inline void prefetch_l2(const void* p) { emulated::load((const char*)p); }
 inline void launch_dependents_may_start() {}
+inline void fence_async_proxy_shared() {}
 inline void wait_for_previous_launch() {}
 
 // Matrix fragments of mma.m16n8k16 as the PTX ISA has them: with g = lane / 4 and t = lane % 4, element i of a lane's
