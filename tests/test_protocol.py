@@ -356,7 +356,7 @@ def mirror_agrees(builder: Builder) -> None:
         ("div_up(tokens, width_cap)", "tokens / width_cap + 1"),
         ("(u64)g * c.units / c.groups", "((u64)g * c.units + 1) / c.groups"),
         ("hi = g + 1 < c.groups ?", "hi = g < c.groups ?"),
-        ("const u32 within = tile - any.first * chunks;", "const u32 within = tile - any.first;"),
+        ("u32 within = tile - any.first * chunks, first", "u32 within = tile - any.first, first"),
     ],
 )
 def test_catches_an_off_by_one_group(builder: Builder, right: str, off: str) -> None:

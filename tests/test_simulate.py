@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ QWEN = LayerShape(2048, 768, 128, 8)
 H200 = load_machine("h200")
 SMALL = replace(H200, name="small", sms=6, hbm_tbs=0.2, l2_tbs=0.4)
 POLICIES = tuple(POLICY_CODES)
+FAR_OFF = ("static_expert", "window")
+"""Policies whose simulated times are off by more than 20 % in some rows even with few tokens."""
 
 Ids = npt.NDArray[np.int64]
 
@@ -412,12 +415,14 @@ def test_the_calibration_is_of_the_committed_rows(
 ) -> None:
     found = calibration()
     assert (ROOT / found["results"]).samefile(RESULTS)
-    commits = {json.loads(line)["commit"] for line in RESULTS.read_text().splitlines()}
-    assert set(found["rows_commit"]) == commits
+    last: dict[tuple[object, ...], str] = {}
+    for row in map(json.loads, RESULTS.read_text().splitlines()):
+        last[row["model"], row["T"], row["skew"]] = row["commit"]
+    assert found["rows_commit"] == sorted(set(last.values()))
     rows = [p.cell for kind in ("fitted", "held_out") for p in stated[kind]]
     assert sorted(map(key, rows)) == sorted(map(key, cells))
     others = read_cells(POLICY_RESULTS) if POLICY_RESULTS.is_file() else []
-    others = [c for c in others if c.model in found["errors"]["held_out"]["models"]]
+    others = [c for c in others if c.held or c.model in found["errors"]["held_out"]["models"]]
     assert sorted(key(p.cell) for p in stated["policies"]) == sorted(map(key, others))
     for kind, models in (
         ("fitted", {"qwen3-30b", "mixtral"}),
@@ -442,10 +447,11 @@ def test_errors_are_what_the_rows_give(kind: str, stated: dict[str, list[Predict
         found["ranking"]["right"],
     )
     assert found["median"] <= 0.08
-    assert found["worst"] <= 0.20
-    # With many tokens it is not: docs/simulate.md says so.
-    few = ranking([p for p in stated[kind] if p.cell.tokens <= 256])
-    assert few.right >= 0.95 * few.pairs
+    # With many tokens, and of two policies, it is not so: the page says of which rows.
+    few = [p for p in stated[kind] if p.cell.tokens <= 256]
+    assert summary([p for p in few if p.cell.policy not in FAR_OFF])["worst"] <= 0.20
+    order = ranking(few)
+    assert order.right >= 0.95 * order.pairs
 
 
 def test_the_shipped_code_gives_the_stated_rows(
@@ -494,11 +500,75 @@ def test_a_row_measured_again_replaces_the_old_one(tmp_path: Path) -> None:
     ]
 
 
-def test_one_command_states_the_errors_of_a_new_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    benchmark = importlib.import_module("simulator")
+    return importlib.import_module("simulator")
+
+
+@pytest.mark.parametrize("kind", ["held_out", "policies"])
+def test_what_is_above_the_bars_is_on_the_page(
+    kind: str, stated: dict[str, list[Predicted]], benchmark: ModuleType
+) -> None:
+    page = " ".join((ROOT / "docs/simulate.md").read_text(encoding="utf-8").split())
+    words = benchmark.above_the_bars(stated[kind])
+    assert words in page
+    errors = calibration()["errors"][kind]
+    kept = errors["median"] <= benchmark.MEDIAN_BAR and errors["worst"] <= benchmark.WORST_BAR
+    assert ("so it is" in words) == kept
+
+
+def test_bars_that_are_not_kept_are_named(benchmark: ModuleType) -> None:
+    def rows(*errors: float, policy: str = "steal") -> list[Predicted]:
+        cell = Cell("mixtral", 1, 0.0, policy, 100.0, 2.0, 1.0)
+        return [Predicted(cell, 100.0 * (1 + error)) for error in errors]
+
+    assert benchmark.above_the_bars(rows(0.07, 0.05, -0.19)).endswith("no row above 20%: so it is.")
+    wide = rows(0.0, -0.25, 0.01, 0.31) + rows(0.4, 0.0, 0.0, policy="window")
+    assert benchmark.above_the_bars(wide).endswith(
+        "Not so: `steal` 2 of 4 rows (-25% to +31%), `window` 1 of 3 rows (+40%)."
+    )
+    assert benchmark.above_the_bars(rows(0.1, 0.12)).endswith("Not so: the median is 11.0%.")
+
+
+def test_rows_of_another_commit_than_the_last_do_not_count(benchmark: ModuleType) -> None:
+    def row(commit: str, contestant: str, tokens: int = 1) -> dict[str, Any]:
+        return {
+            **{"model": "mixtral", "T": tokens, "skew": 0.0, "us": 1.0},
+            **{"contestant": contestant, "commit": commit},
+        }
+
+    rows = [row("a", "weave"), row("a", "vllm"), row("a", "weave", 4), row("b", "weave")]
+    assert benchmark.newest(rows) == rows[2:]
+    held = [row("c", "weave:steal") | {"sms_held": n} for n in (8, 16)]
+    assert benchmark.newest([*rows, *held]) == [*rows[2:], *held]
+
+
+def test_the_fit_sees_no_more_tokens_than_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: ModuleType
+) -> None:
+    common = {"skew": 0.0, "active": 2.0, "maxload": 1.0, "contestant": "weave", "us": 100.0}
+    rows = [common | {"model": m, "T": t} for m in ("mixtral", "qwen3-235b") for t in (1, 2, 3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen: list[tuple[str, int]] = []
+
+    def fitted(start: Machine, cells: list[Cell], **_: Any) -> Machine:
+        seen.extend((cell.model, cell.tokens) for cell in cells)
+        return start
+
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    monkeypatch.setattr(benchmark, "fit", fitted)
+    words = ["--results", "rows.jsonl", "--fit", "--fit-tokens", "2", "--routings", "1"]
+    assert benchmark.main(words) == 0
+    assert seen == [("mixtral", 1), ("mixtral", 2)]
+
+
+def test_one_command_states_the_errors_of_a_new_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    benchmark: ModuleType,
+) -> None:
     common = {"T": 1, "skew": 0.0, "active": 8.0, "maxload": 1.0, "gpu": "a GPU", "commit": "abc"}
     common["floor_us"] = 15.0
     rows = [
@@ -533,6 +603,9 @@ def test_one_command_states_the_errors_of_a_new_file(
     assert text.endswith("after\n")
     assert "old" not in text
     assert "| `static_expert` | 16 | 1 |" in text
+    assert "in rows that no fit sees: with SMs held by another kernel (qwen3-235b)." in text
+    assert "The rows are of commit abc" in text
+    assert text.count("Wanted were a median") == 2
     found = written["errors"]["held_out"]
     assert f"| {found['cells']} | {found['median']:.1%} | {found['worst']:.1%} |" in text
 
@@ -687,10 +760,23 @@ def test_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_states_the_shipped_errors() -> None:
     page = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
-    for kind in ("fitted", "held_out"):
-        found = calibration()["errors"][kind]
-        row = f"| {found['cells']} | {found['median']:.1%} | {found['worst']:.1%} |"
-        assert row in page
+    stated = calibration()
+    said = re.search(r"up to (\d+) tokens \((\d+) rows\)", stated["fitted_to"])
+    assert said is not None
+    most, count = map(int, said.groups())
+    models = stated["errors"]["fitted"]["models"]
+    rows = {
+        kind: [
+            Predicted(Cell(model, tokens, skew, policy, us, 0, 0), simulated)
+            for model, tokens, skew, policy, us, simulated in stated["rows"]
+            if (model in models) == (kind != "held out") and (tokens <= most) == (kind == "fitted")
+        ]
+        for kind in ("fitted", "not fitted")
+    }
+    errors = [summary(its) for its in rows.values()] + [stated["errors"]["held_out"]]
+    assert errors[0]["cells"] == count
+    for found in errors:
+        assert f"| {found['cells']} | {found['median']:.1%} | {found['worst']:.1%} |" in page
 
 
 def test_results_compare_by_value() -> None:

@@ -1,7 +1,8 @@
 r"""Tests that need a Hopper GPU. They need pytest, torch and numpy, nothing else of the test tools.
 
     pytest tests/gpu -m gpu                  the short list: under four minutes
-    pytest tests/gpu -m gpu_long             20,000 launches among neighbours, planted bugs
+    pytest tests/gpu -m gpu_long             20,000 launches among neighbours, planted bugs, a
+                                             soak of whole layers (-k soak)
     pytest tests/gpu -m gpu --on host        the tests' own logic on the CPU engine, without a GPU
 
 Where only pytest itself is installed, add `--confcutdir=tests/gpu`: the conftest.py one level up

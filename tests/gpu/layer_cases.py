@@ -99,15 +99,17 @@ def layer(
 
 def _kernel_options(one: Layer) -> dict[str, Any]:
     """What `configs` must know of a row besides its shape."""
-    router = "logits"
-    if not one.logits or one.shared_gate:
-        router = "fp32" if not one.logits and one.router == "float32" else "same"
+    kind = one.shape.dtype if one.logits else one.router
+    # The kernel multiplies by weights of two types; for others torch does, before it.
+    router = {"float32": "fp32", one.shape.dtype: "same"}.get(kind, "none")
+    if one.logits and not one.shared_gate:
+        router = "logits"
     return {
         "activation": one.activation,
         "biases": one.biases,
         "weight_on_input": one.weight_on_input,
         "router": router,
-        "shared": one.shared,
+        "shared": 0 if router == "none" else one.shared,
     }
 
 

@@ -31,8 +31,14 @@ def base(routing: RoutingConfig, tokens: tuple[int, ...] = EACH, **options: Any)
 # that are free, others try as few numbers of tokens as will do.
 LAYERS = {
     "qwen": base(QWEN, TOKENS),
-    "deepseek": base(DEEPSEEK, TOKENS, selection_bias=True, shared=I, router="float32"),
-    "given logits": base(RoutingConfig(4), (0, 1, *EACH), logits=True, router="float32"),
+    "deepseek": base(
+        DEEPSEEK,
+        (0, 1, 2, 7, 9, 12, 13, 33, 64, 200, 256, 257, *EACH),
+        selection_bias=True,
+        shared=I,
+        router="float32",
+    ),
+    "given logits": base(RoutingConfig(4), (0, 1, 200, *EACH), logits=True, router="float32"),
     "bf16 logits": base(QWEN, logits=True),
     "fp16 logits": base(QWEN, logits=True, router="float16", residual=True),
     "fp32 router": base(
@@ -55,7 +61,7 @@ LAYERS = {
     "on the input": base(QWEN, weight_on_input=True, shared=I, residual=True),
     "nemotron": base(
         RoutingConfig(4, "sigmoid", renormalize=True, scaling_factor=2.5),
-        (SOME, MANY),
+        (1, SOME, MANY),
         selection_bias=True,
         activation="relu2",
         shared=2 * I,

@@ -16,6 +16,7 @@ from layer_cases import (
     check_layer,
     expect_layers,
     make_layer,
+    ordered_sums,
 )
 from layer_tables import (
     DENSE,
@@ -64,6 +65,7 @@ def same_as(
 
 
 @pytest.mark.parametrize(("name", "tokens"), cases_of(WHOLE, (1, *EACH), calls=4))
+@ordered_sums
 def test_replays_with_other_inputs_and_counts(name: str, tokens: int) -> None:
     exact = not TARGET.on_gpu
     cases = [make_layer(LAYERS[name], tokens, seed=seed, exact=exact) for seed in range(5)]
@@ -75,6 +77,7 @@ def test_replays_with_other_inputs_and_counts(name: str, tokens: int) -> None:
         assert same_as(got, want[i % 5], cases[i % 5], valid), (i, valid)
 
 
+@ordered_sums
 def test_several_graphs_between_eager_calls() -> None:
     exact = not TARGET.on_gpu
     names = {"qwen": 12, "deepseek": 40, "gpt-oss": 3, "shared 200 gated": 300}

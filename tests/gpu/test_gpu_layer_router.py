@@ -17,6 +17,7 @@ from layer_cases import (
     expect_layers,
     layer,
     make_layer,
+    ordered_sums,
 )
 from layer_tables import (
     EACH,
@@ -39,7 +40,7 @@ NAN, INF = float("nan"), float("inf")
 ROUTED = layer(*SIDE, 64, RoutingConfig(6), (MANY,), logits=True, router="float32")
 LOGITS = {
     f"{hidden}, {dtype}, router {router}": layer(
-        *(hidden, 64, 16, RoutingConfig(16, "sigmoid"), (1, 9, 64, 257)),
+        *(hidden, 64, 64, RoutingConfig(16, "sigmoid"), (1, 9, 64, 257)),
         dtype=dtype,
         router=router,
         router_bias=router == "float32",
@@ -48,11 +49,18 @@ LOGITS = {
     for hidden, dtype, router in (
         *((512, "bfloat16", "bfloat16"), (512, "bfloat16", "float32"), (512, "float16", "float16")),
         *((2880, "bfloat16", "bfloat16"), (7168, "bfloat16", "bfloat16")),
-        (2880, "bfloat16", "float32"),
+        *((2880, "bfloat16", "float32"), (7168, "bfloat16", "float32")),
     )
-}  # fmt: skip
+}
+TIES = {
+    f"{experts} {top_k} {scoring}": layer(
+        *(*SIDE, experts, RoutingConfig(top_k, scoring), EACH), logits=True
+    )
+    for experts, top_k in ((16, 1), (16, 4), (133, 4), (384, 8), (1024, 16))
+    for scoring in (RoutingConfig.SCORINGS if experts == 16 else ("softmax", "sigmoid"))
+}
 
-expect_layers([ROUTED, *LOGITS.values()])
+expect_layers([ROUTED, *LOGITS.values(), *TIES.values()])
 
 
 def rows_of_logits(tokens: int, experts: int, *, far: float) -> Tensor:
@@ -127,23 +135,23 @@ def test_routing_of_given_logits(scoring: str, groups: tuple[int, int]) -> None:
             for row in (5, 6, 7):  # NaN, inf and -inf throughout
                 assert ids[row].tolist() == [0, 1, 2, 3, 4, 5]
         assert_result(case, y, weights, ids)
+        # Few tokens are routed by other code, and fewer by other code still: every kind of row.
+        for part in (slice(0, 36), slice(0, 9), slice(9, 18)):
+            _, few_weights, few_ids = case.rows(part).routed()
+            assert same_bits(few_weights, weights[part]), (name, part)
+            assert torch.equal(few_ids, ids[part]), (name, part)
 
 
-@pytest.mark.parametrize("tokens", EACH)
-@pytest.mark.parametrize("experts", [4, 16, 133, 384, 1024])
-def test_the_lowest_id_wins_ties(experts: int, tokens: int) -> None:
-    for top_k in {1, min(experts, 4), min(experts, 16)}:
-        for scoring in RoutingConfig.SCORINGS if experts == 16 else ("softmax", "sigmoid"):
-            config = RoutingConfig(top_k, scoring)
-            one = layer(*SIDE, experts, config, (tokens,), logits=True)
-            case = make_layer(one, tokens)
-            # bf16 logits of few values: the cut falls among equals in most rows.
-            few = (case.options["router_logits"] / 2).round().clamp(-1, 1)
-            few[::3] = 0
-            case = case.with_(router_logits=few)
-            _, weights, ids = case.routed()
-            assert_routing(case, weights, ids, certain_share=1.0)
-            assert ids[0].tolist() == list(range(top_k))
+@pytest.mark.parametrize(("name", "tokens"), cases_of(TIES))
+def test_the_lowest_id_wins_ties(name: str, tokens: int) -> None:
+    case = make_layer(TIES[name], tokens)
+    # bf16 logits of few values: the cut falls among equals in most rows.
+    few = (case.options["router_logits"] / 2).round().clamp(-1, 1)
+    few[::3] = 0
+    case = case.with_(router_logits=few)
+    _, weights, ids = case.routed()
+    assert_routing(case, weights, ids, certain_share=1.0)
+    assert ids[0].tolist() == list(range(TIES[name].routing.top_k))
 
 
 @pytest.mark.parametrize("tokens", EACH)
@@ -181,7 +189,7 @@ def test_logits_are_within_fp32_rounding_of_the_product(name: str, tokens: int) 
 @pytest.mark.parametrize("tokens", EACH)
 @pytest.mark.parametrize("router", ["bfloat16", "float32"])
 def test_experts_closer_than_a_place_of_their_logits(router: str, tokens: int) -> None:
-    # Logits near 8, where bf16 has steps of 1/16; neighbours differ by 1/256 to 1/16 of that.
+    # Logits near 8, where bf16 has steps of 1/16; neighbours differ by 1/256 of that, or 1/2048.
     shared = I if router == "float32" else 0
     case = make_layer(base(RoutingConfig(4), router=router, shared=shared), tokens)
     weight = torch.zeros(E, H)
@@ -197,6 +205,7 @@ def test_experts_closer_than_a_place_of_their_logits(router: str, tokens: int) -
 
 
 @pytest.mark.parametrize("tokens", EACH)
+@ordered_sums
 def test_tokens_of_nan_and_infinity(tokens: int) -> None:
     for name, one in SHORT.items():
         case = make_layer(one, tokens)

@@ -211,14 +211,14 @@ def run_round(drawn: list[Drawn], streams: list[Any], chance: random.Random, cor
             else:
                 one.compare(one.case.routed(policy=policy))
 
-    # Once everywhere, undisturbed: code is loaded and memory is there. A graph belongs to a stream,
-    # for two replays of one at a time share what they write.
-    for i, one in enumerate(drawn):
+    # A graph belongs to a stream, for two replays of one at a time would share what they write.
+    # All are recorded first, because a capture gives back the memory that nobody holds.
+    for i, one in enumerate(drawn[::3]):
+        one.graphs[i % len(streams)] = Recorded(one.case.routed)
+    # Once everywhere, undisturbed: code is loaded and memory is there.
+    for one in drawn:
         for at in range(len(streams)):
             launch(one, at, "auto", False)
-        if i % 3 == 0:
-            at = i // 3 % len(streams)
-            one.graphs[at] = Recorded(one.case.routed)
             launch(one, at, "auto", True)
     if TARGET.on_gpu:
         torch.cuda.synchronize()

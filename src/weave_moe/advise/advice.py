@@ -430,7 +430,7 @@ def _speedup(
         "simulated",
         f"the same kernel with {static}, simulated",
         speedup,
-        speedup / (1 + errors.policies),
+        speedup / (1 + errors.policies[static]),
     )
 
 

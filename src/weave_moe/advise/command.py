@@ -286,7 +286,7 @@ def _as_json(request: Request, advice: Advice, options: AdviseOptions) -> str:
         else asdict(advice.memory) | {"fits": advice.memory.fits},
         "error": {
             "time": errors.time,
-            "ratio": errors.policies,
+            "ratio": errors.policies[advice.static],
             "about": error_line(machine, request.routed.tokens, list(times), options.held),
         },
         "limits": {"matters": MATTERS, "communication": COMMUNICATION, "busy": BUSY},
