@@ -28,7 +28,7 @@ import argparse
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +116,28 @@ def show(cell: Cell, rows: list[Row], elapsed: float) -> None:
 def compile_first(args: argparse.Namespace) -> None:
     """Fills the compilers' caches, a process a model, so that compiling takes its time once."""
     load_once(args)
-    keep = {"--compile-first", "--compile-only"}
-    same = [word for word in sys.argv[1:] if word not in keep]
+    compile_each(__file__, args.models.split(","))
+
+
+def compile_each(script: str, models: Iterable[str]) -> None:
+    """Runs the script as it was called, for each model in a process of its own, only to compile."""
+    ours = {"--compile-first", "--compile-only"}
+    same = [word for word in sys.argv[1:] if word not in ours]
     started = [
-        subprocess.Popen([sys.executable, __file__, *same, "--models", model, "--compile-only"])
-        for model in args.models.split(",")
+        subprocess.Popen([sys.executable, script, *same, "--models", model, "--compile-only"])
+        for model in models
     ]
     for process in started:
         process.wait()
+
+
+def rates_of(args: argparse.Namespace, device: torch.device) -> common.Rates:
+    """The machine's rates, measured and said; of no use to a run that only compiles."""
+    if device.type != "cuda" or args.compile_only:
+        return common.Rates(1.0, 1.0)
+    rates = common.measure_rates()
+    print(f"read {rates.read:.2f} TB/s, bf16 matrix {rates.matrix:.0f} TFLOP/s", flush=True)
+    return rates
 
 
 def load_once(args: argparse.Namespace) -> None:
@@ -184,10 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     commit = args.commit or common.git_commit()
     out = Path(args.out)
     device = common.the_device()
-    rates = common.Rates(1.0, 1.0)
-    if device.type == "cuda" and not args.compile_only:
-        rates = common.measure_rates()
-        print(f"read {rates.read:.2f} TB/s, bf16 matrix {rates.matrix:.0f} TFLOP/s", flush=True)
+    rates = rates_of(args, device)
     about = common.about(device, commit, rates)
     present = [] if args.again else common.read_rows(out)
     names = args.contestants.split(",")

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -671,13 +670,7 @@ def show(job: Job, rows: Sequence[Row], elapsed: float) -> None:
 def compile_first(args: argparse.Namespace) -> None:
     """Fills the compilers' caches, a process a model, so that compiling takes its time once."""
     experts.load_once(args)
-    same = [word for word in sys.argv[1:] if word != "--compile-first"]
-    started = [
-        subprocess.Popen([sys.executable, __file__, *same, "--models", model, "--compile-only"])
-        for model in args.models
-    ]
-    for process in started:
-        process.wait()
+    experts.compile_each(__file__, args.models)
 
 
 def compile_only(
@@ -736,10 +729,7 @@ def main(arguments: list[str] | None = None) -> int:
     commit = args.commit or common.git_commit()
     out = Path(args.out)
     device = common.the_device()
-    rates = common.Rates(1.0, 1.0)
-    if device.type == "cuda" and not args.compile_only:
-        rates = common.measure_rates()
-        print(f"read {rates.read:.2f} TB/s, bf16 matrix {rates.matrix:.0f} TFLOP/s", flush=True)
+    rates = experts.rates_of(args, device)
     about = common.about(device, commit, rates)
     present = [] if args.again else common.read_rows(out)
     for model in args.models:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from test_benchmarks import RIVALS as EXPERTS_RIVALS
 from weave_moe import Activation, RoutingConfig, fused_experts
 from weave_moe.routing import route
 
@@ -409,17 +410,9 @@ def test_what_router_and_shared_experts_add_is_paired(layer: ModuleType) -> None
     assert layer.parts_us({"weave": [1.0]}, shared=False) == {}
 
 
-RIVALS = """
-import weave_moe
-def good(w13, w2):
-    def f(x, ids, weights, logits):
-        return weave_moe.fused_experts(x, w13, w2, weights, ids, backend="reference")
-    f.version, f.note = "1", "the same"
-    return f
-def wrong(w13, w2):
-    return lambda x, ids, weights, logits: good(w13, w2)(x, ids, weights, logits) * 1.1
-def broken(w13, w2):
-    raise RuntimeError("no such library")
+RIVALS = (
+    EXPERTS_RIVALS
+    + """
 def any_layer(w13, w2):
     raise AssertionError("of_layer is there")
 def of_layer(layer, w):
@@ -429,8 +422,9 @@ def of_layer(layer, w):
             interleaved=layer.interleaved, backend="reference")
     return f
 any_layer.of_layer = of_layer
-RIVALS = {"good": good, "wrong": wrong, "broken": broken, "any": any_layer}
+RIVALS["any"] = any_layer
 """
+)
 
 
 @pytest.fixture
@@ -584,7 +578,7 @@ def test_compiling_first_calls_everything_once_and_times_nothing(
         def wait(self) -> None:
             pass
 
-    monkeypatch.setattr(layer, "subprocess", SimpleNamespace(Popen=Process))
+    monkeypatch.setattr(layer.experts, "subprocess", SimpleNamespace(Popen=Process))
     assert layer.main([*command, "--compile-first", "--max-seconds", "0"]) == 0
     # At first 4 tokens, then twice to see whether it routes itself.
     log = calls.read_text().splitlines()

@@ -53,11 +53,9 @@ def _run_layer(
 
 def _as_operator(call: ExpertsCall, backend: str) -> Tensor:
     """What a compiler sees of `_run`: one opaque node, for it cannot follow a backend."""
-    from .ops import moe_experts
-
     if call.workspace is not None:
         raise ValueError("workspace must be None under torch.compile, got a Workspace")
-    y = moe_experts(
+    y = ops.moe_experts(
         call.x,
         call.w13,
         call.w2,

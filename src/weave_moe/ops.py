@@ -110,12 +110,17 @@ def _fake_out(*_tensors: Any, **_options: Any) -> None:
     return None
 
 
-def _backward(*_: Any) -> Any:
-    raise RuntimeError(
-        "weave::moe_experts is for inference only and has no backward: call it under "
-        "torch.no_grad() or torch.inference_mode(), or take weave_moe.fused_experts with "
-        "backend='reference'"
-    )
+def _no_backward(operator: str, instead: str) -> Any:
+    """A backward that says that there is none, and what to take instead."""
+
+    def backward(*_: Any) -> Any:
+        raise RuntimeError(
+            f"weave::{operator} is for inference only and has no backward: call it under "
+            f"torch.no_grad() or torch.inference_mode(), or take {instead} with "
+            "backend='reference'"
+        )
+
+    return backward
 
 
 def end_to_end(gate: Tensor, up: Tensor) -> Tensor | None:
@@ -231,14 +236,6 @@ def _fake_layer(
     )
 
 
-def _layer_backward(*_: Any) -> Any:
-    raise RuntimeError(
-        "weave::moe_layer is for inference only and has no backward: call it under "
-        "torch.no_grad() or torch.inference_mode(), or take weave_moe.moe_layer or a MoELayer with "
-        "backend='reference'"
-    )
-
-
 _op: Any = torch.library.custom_op(
     "weave::moe_experts",
     _experts,
@@ -246,7 +243,7 @@ _op: Any = torch.library.custom_op(
     schema=f"({_TENSORS}, *, {_OPTIONS}) -> Tensor",
 )
 _op.register_fake(_fake)
-_op.register_autograd(_backward)
+_op.register_autograd(_no_backward("moe_experts", "weave_moe.fused_experts"))
 
 _op_out: Any = torch.library.custom_op(
     "weave::moe_experts_out",
@@ -263,7 +260,7 @@ _op_layer: Any = torch.library.custom_op(
     schema=f"({_LAYER_TENSORS}, *, {_ROUTING}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 _op_layer.register_fake(_fake_layer)
-_op_layer.register_autograd(_layer_backward)
+_op_layer.register_autograd(_no_backward("moe_layer", "weave_moe.moe_layer or a MoELayer"))
 
 OPERATOR: Final = torch.ops.weave.moe_experts
 OPERATOR_OUT: Final = torch.ops.weave.moe_experts_out

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from ..routing import LayerCall, RoutingConfig
-from ..runtime.buffers import ROUTER_STATE_BYTES, BufferPool, Buffers, needs_of, plan_arrays
+from ..runtime.buffers import (
+    ROUTER_STATE_BYTES,
+    BufferPool,
+    Buffers,
+    needs_of,
+    plan_arrays,
+    slot_words,
+)
 from ..runtime.driver import TENSOR_MAP_BYTES, capture_id, encode_tensor_map
 from ..runtime.kernel import (
     COMBINE_WARPS,
@@ -25,6 +32,7 @@ from ..runtime.kernel import (
     Launch,
     kernel_for,
     launch_maps,
+    packed,
     route_bytes,
     sort_bytes,
 )
@@ -171,7 +179,7 @@ def _maps_of_weights(
             (2, inter * hidden, 2),
             (experts * inter // 4 - inter // 8, 8 * hidden, plan.tile_m // 16),
         )
-    map13 = _map_of(w13, dtype, hidden, rows, blocks, hidden % 64 == 0)
+    map13 = _map_of(w13, dtype, hidden, rows, blocks, packed(hidden))
     rows = ((8, inter, 8), (experts * hidden // 8, 8 * inter, plan.tile_m // 8))
     map2 = _map_of(w2, dtype, inter, rows, blocks, packed_down)
     if len(_weight_maps) > 4096:  # a server's layers fit; moving weights must not grow it for ever
@@ -349,7 +357,7 @@ class _Layer:
         r.ids = buffers.router.data_ptr()
         r.weights = r.ids + 4 * words
         if not plan.many:
-            r.partial = r.ids + 4 * (-(-2 * words // 4) * 4)
+            r.partial = r.ids + 4 * slot_words(words)
         if self.ids.numel():
             r.chosen = self.ids.data_ptr() + 4 * first * routing.top_k
             r.chosen_weights = self.weights.data_ptr() + 4 * first * routing.top_k
@@ -639,9 +647,7 @@ def _launch(
     p.combine_tokens, p.slice = plan.combine_tokens, plan.slice
     p.combine_slices = -(-s.hidden // plan.slice)
     p.ids_wide = int(call.topk_ids.dtype == torch.int64)
-    p.weights_kind = {"float32": 0, "bfloat16": 1, "float16": 2}[
-        dtype_name(call.topk_weights.dtype)
-    ]
+    p.weights_kind = _KINDS[call.topk_weights.dtype]
     act = call.activation
     p.alpha, p.up_offset = act.alpha, act.up_offset
     p.limit = act.limit if act.limit is not None else 0.0
@@ -661,14 +667,14 @@ def _launch(
         call.workspace._cuda_trace = trace
 
     unused = [bytes(TENSOR_MAP_BYTES)]
-    packed_down = s.intermediate % 64 == 0
+    shared_inter = 0 if layer is None else layer.shared_intermediate
+    packed_down = packed(s.intermediate, shared_inter)
     shared_maps = (*unused, *unused)
     if layer is not None and layer.shared is not None:
-        packed_down &= layer.shared_intermediate % 64 == 0
         shared_maps = _maps_of_weights(
             layer.shared.w13,
             layer.shared.w2,
-            replace(s, experts=1, top_k=1, intermediate=layer.shared_intermediate),
+            replace(s, experts=1, top_k=1, intermediate=shared_inter),
             plan,
             interleaved=False,
             packed_down=packed_down,
@@ -677,7 +683,7 @@ def _launch(
     if plan.gathers or call.weight_on_input:
         p.gathered = buffers.gathered.data_ptr()
         gathered = buffers.row_maps(
-            buffers.gathered, s.hidden, plan, s.dtype, packed=s.hidden % 64 == 0
+            buffers.gathered, s.hidden, plan, s.dtype, packed=packed(s.hidden)
         )
     if plan.many:
         store_h = buffers.store_maps(

@@ -110,7 +110,7 @@ def needs_of(
     router = 0
     if router_rows is not None:
         partial = 0 if plan.many else tokens * logit_sums(hidden) * -(-router_rows // 4) * 4
-        router = 4 * (-(-2 * slots // 4) * 4 + partial)
+        router = 4 * (slot_words(slots) + partial)
     sums = parts = 0
     if plan.parts_up > 1 or plan.parts_down > 1:
         tiles_up = groups * -(-intermediate // plan.chunk_up(gated=gated))
@@ -130,6 +130,11 @@ def needs_of(
         sums,
         router,
     )
+
+
+def slot_words(slots: int) -> int:
+    """Words of the slots' ids and weights, before partial logits that are read four at a time."""
+    return -(-2 * slots // 4) * 4
 
 
 def logit_sums(hidden: int) -> int:

@@ -194,6 +194,12 @@ def launch_maps(maps: list[bytes]) -> ctypes.Structure:
     return structure
 
 
+def packed(*columns: int) -> bool:
+    """Whether matrices of so many columns are read by boxes that hold all columns of a stage: they
+    are whole blocks of 64."""
+    return all(count % 64 == 0 for count in columns)
+
+
 @dataclass(frozen=True)
 class KernelConfig:
     """What is fixed when the kernel is compiled.
@@ -256,8 +262,8 @@ class KernelConfig:
             router,
             next(keys for keys in (4, 8, 16, 32) if 32 * keys >= router_experts),
             shared_intermediate > 0,
-            hidden % 64 == 0,
-            intermediate % 64 == 0 and shared_intermediate % 64 == 0,
+            packed(hidden),
+            packed(intermediate, shared_intermediate),
         )
 
     def options(self) -> list[str]:
