@@ -644,8 +644,8 @@ def has_room_for(launch: Launched, held: Buffers, chosen: list[int]) -> None:
     used = CONTROL_BYTES + p.ring_bytes
     if not config.many:
         used += 16 * shared.max_groups + 4 * (experts + 1) + 2 * (len(chosen) + plan.rows)
-        # Slots that each block finds for itself: a token a warp, up to 32 slots, id and weight.
-        used += 0 if config.router == "none" else (config.tile_m // 16 + 4) * 32 * 8
+        # The slots of a token that each block routes for itself: up to 32, id and weight, tagged.
+        used += 0 if config.router == "none" else 32 * 2 * 8
         assert used <= SHARED_BYTES
         assert p.chunk_tokens is p.plan.groups is p.plan.slot_row is None
         return
@@ -717,21 +717,24 @@ def test_no_routing_outgrows_a_layers_buffers(
     assert p.shared.down_done + 4 * p.experts <= r.state <= end - ROUTER_STATE_BYTES
     slots = tokens * p.top_k
     assert (p.ids, p.weights, p.ids_wide, p.weights_kind) == (r.ids, r.weights, 0, 0)
-    sums = 4 * tokens * -(-p.hidden // 256) * -(-r.rows // 4) * 4
-    parts = [(r.ids, 4 * slots, 4), (r.weights, 4 * slots, 4)]
+    sums = 8 * tokens * -(-p.hidden // 256) * -(-r.rows // 4) * 4
     if launch.config.many:
         assert r.partial is None
+        assert r.slots is None
+        disjoint(held.router, (r.ids, 4 * slots, 4), (r.weights, 4 * slots, 4))
         route = recorder.all[0]
         assert route.name == "route"
         assert r.block_tokens in (16, 32), "whole blocks of products"
         assert (route.blocks - 1) * r.block_tokens < tokens <= route.blocks * r.block_tokens
         logits = r.block_tokens * -(-r.rows // 4) * 4
-        assert route.shared == 4 * (logits + 8 * (2 * experts + 48)) <= SHARED_BYTES
+        assert route.shared == 4 * (logits + 8 * (2 * experts + 64)) <= SHARED_BYTES
     else:
-        parts.append((r.partial, sums, 16))  # read 16 bytes at a time
-        # Scratch of the choice, a token a warp, in what will be the ring.
-        assert 4 * (launch.config.tile_m // 16 + 4) * (2 * experts + 48) <= p.ring_bytes
-    disjoint(held.router, *parts)
+        assert r.ids is None
+        assert r.weights is None
+        disjoint(held.tagged, (r.slots, 16 * slots, 16), (r.partial, sums, 32))
+        # Launches are numbered by a counter, so these words are as old as the counters.
+        both = held.counters.untyped_storage(), held.tagged.untyped_storage()
+        assert both[0].data_ptr() == both[1].data_ptr()
     for at, result in ((r.chosen, ids), (r.chosen_weights, weights)):
         assert at == result.data_ptr()
         assert result.shape == (tokens, top_k)

@@ -18,13 +18,13 @@ from weave_moe.schedule.granularity import (
     MANY_WIDTH_CAP,
     MAX_SLOTS,
     MAX_STAGES,
+    OWN_BYTES,
     SHARED_BYTES,
     STAGING_BYTES,
     WIDTH_CAPS,
     KernelPlan,
     choose_kernel,
     local_plan_bytes,
-    own_bytes,
 )
 
 TOKENS = st.one_of(st.integers(1, 8), st.integers(1, 400), st.integers(1, 8192))
@@ -152,16 +152,17 @@ def test_a_choice_of_experts_has_room_in_what_will_be_the_ring(sizes: Sizes) -> 
     plan = sizes.choose()
     if plan.many:
         return
-    # device/route.h: score and key of each expert, keys of groups, the experts chosen; a warp each.
-    choice = 4 * (2 * sizes.experts + 32 + 16)
-    assert plan.threads // 32 * choice <= plan.ring_bytes
+    # device/route.h: score and key of each expert, keys of groups, the experts chosen and their
+    # scores; the best of each warp and a word of it; the gate's logit.
+    choice = 4 * (2 * sizes.experts + 32 + 2 * 16 + (2 * 16 + 1) * 16 + 1)
+    assert choice <= plan.ring_bytes
 
 
 @given(SIZES)
 def test_what_each_block_routes_for_itself_is_counted(sizes: Sizes) -> None:
     plan = sizes.choose()
-    assert own_bytes(plan.tile_m) == plan.threads // 32 * MAX_SLOTS * 8
-    assert own_bytes(plan.tile_m) % 16 == 0, "a plan's groups follow"
+    assert OWN_BYTES == MAX_SLOTS * 2 * 8
+    assert OWN_BYTES % 16 == 0, "a plan's groups follow"
     if not sizes.router:
         return
     # Routing changes nothing else: the same tiles, and less ring for as much as it takes.
@@ -174,7 +175,7 @@ def test_what_each_block_routes_for_itself_is_counted(sizes: Sizes) -> None:
         other.tile_k,
         other.width_cap,
     )
-    least = own_bytes(plan.tile_m) // 1024
+    least = OWN_BYTES // 1024
     assert least <= (other.ring_bytes - plan.ring_bytes) // 1024 <= least + 1
 
 

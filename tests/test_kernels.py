@@ -35,10 +35,10 @@ from weave_moe.schedule import group_width
 from weave_moe.schedule.granularity import (
     GATHER_WIDTH,
     MAX_SLOTS,
+    OWN_BYTES,
     SHARED_BYTES,
     STAGING_BYTES,
     choose_kernel,
-    own_bytes,
 )
 
 try:
@@ -396,10 +396,9 @@ def layout(chosen: KernelConfig) -> dict[str, int]:
         "PIECE": PIECE,
     }
     if chosen.router != "none":
-        own = 0 if chosen.many else own_bytes(chosen.tile_m)
+        own = 0 if chosen.many else OWN_BYTES
         found |= {
             "OWN_BYTES": own,
-            "OWN_TOKENS": chosen.tile_m // 16 + 4,
             # Columns of a partial sum: one for so many, two for one more.
             "SEGMENT": next(n for n in range(1, 10_000) if buffers.logit_sums(n + 1) == 2),
         }

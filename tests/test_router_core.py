@@ -76,9 +76,9 @@ def emulate(
     """Runs the router of a call of one launch. AssertionError where it does what it must not."""
     (launch,), weights, ids = recorder.layer(call)
     library, p, held = build(launch.config, patches), launch.p, recorder.buffers
-    for tensor in (held.router, weights.view(torch.uint8), ids.view(torch.uint8)):
+    for tensor in (held.router, held.tagged, weights.view(torch.uint8), ids.view(torch.uint8)):
         tensor.fill_(0xA5)
-    read = [*call.inputs().values(), held.router]
+    read = [*call.inputs().values(), held.router, held.tagged]
     library.emulate_allow(
         (ctypes.c_void_p * len(read))(*(t.data_ptr() for t in read)),
         (ctypes.c_uint64 * len(read))(*(t.numel() * t.element_size() for t in read)),
@@ -99,8 +99,9 @@ def emulate(
         of_blocks = list(zip(*own, strict=True))
         if launch.config.router != "logits":
             size = (p.tokens, logit_sums(p.hidden), -(-p.router.rows // 4) * 4)
-            found = words(held.router, p.router.partial, *size).view(torch.float32)
-            sums = found[..., : p.router.rows]
+            # Each beside its launch's number.
+            found = words(held.tagged, p.router.partial, *size, 2).view(torch.float32)
+            sums = found[..., : p.router.rows, 0]
     failure = library.emulate_failure()
     assert failure is None, failure
     return Routed(of_blocks, weights, ids, sums)
@@ -202,6 +203,8 @@ CALLS = {
     "no valid token": exact_call(70, 17, 3, 520, case={"valid": 0}),
     "fp32": exact_call(30, 33, 4, 264, dtype=torch.float16, router="fp32", router_bias=True),
     "fp32, x of bf16": exact_call(20, 40, 2, 96, router="fp32", shared=64, gated=True),
+    "experts of three warps": exact_call(20, 70, 3, 64, scoring="softmax"),
+    "two experts a lane": exact_call(5, 400, 4, 64, scoring="softmax"),
     "logits": exact_call(20, 9, 3, 64, router="logits", shared=64),
     "logits and a gate": exact_call(20, 9, 3, 264, router="logits", shared=64, gated=True),
     # A launch of its own; blocks of 16 tokens, then of 32.
@@ -237,7 +240,7 @@ def real_call(tokens: int, **options: Any) -> LayerCall:
         router="fp32",
         x=x.to(case.x.dtype),
         router_weight=weight,
-        routing=RoutingConfig(4, "topk_softmax"),
+        routing=RoutingConfig(4, options.get("scoring", "topk_softmax")),
     )
 
 
@@ -258,14 +261,19 @@ def test_weights_of_fp32_lose_nothing(
     assert error.square().mean().sqrt() < 2**-22
 
 
-def test_a_tokens_experts_do_not_depend_on_the_batch(build: Build, recorder: Recorder) -> None:  # noqa: F811
-    first, *others = (
-        emulate(build, recorder, real_call(tokens, dtype=torch.float16), seed=tokens)
-        for tokens in (9, 20, 70, 257)
+@pytest.mark.parametrize("scoring", ["softmax", "topk_softmax"])
+def test_a_tokens_experts_do_not_depend_on_the_batch(
+    build: Build,
+    recorder: Recorder,  # noqa: F811
+    scoring: str,
+) -> None:
+    *others, largest = (
+        emulate(build, recorder, real_call(n, dtype=torch.float16, scoring=scoring), seed=n)
+        for n in (1, 9, 70, 257)
     )
     for other in others:
-        assert torch.equal(other.ids[:9], first.ids)
-        assert torch.equal(other.weights[:9], first.weights)
+        assert torch.equal(other.ids, largest.ids[: len(other.ids)])
+        assert torch.equal(other.weights, largest.weights[: len(other.ids)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -298,11 +306,19 @@ PLANTED = {
         "70 tokens",
     ),
     "units are not waited for": (
-        Patch("router.h", "work.row_blocks * work.segments, PLAN_TIMEOUT", "1, PLAN_TIMEOUT"),
+        Patch("router.h", "there = there && has_tag(v[i], tag);", "there = there || true;"),
         "70 tokens",
     ),
+    "another block's tokens are not waited for": (
+        Patch("config.h", "return NOT_YET;", "return NONE;"),
+        "70 tokens",
+    ),
+    "terms of a softmax that are not there yet": (
+        Patch("route.h", "    team.sync();\n    sum = 0;", "    sum = 0;"),
+        "experts of three warps",
+    ),
     "logits that are not there yet": (
-        Patch("router.h", "  __syncthreads();\n  const Choice c", "  const Choice c"),
+        Patch("router.h", "  __syncthreads();\n  const WarpLanes", "  const WarpLanes"),
         "257 tokens",
     ),
 }

@@ -281,12 +281,13 @@ class Guarded:
 
 
 def scratch_tensors() -> Iterable[Tensor]:
-    """Every tensor of data that launches outside captures share: no counters, no plans."""
+    """Every tensor of data that launches outside captures share: no counters, no plans.
+    What is tagged may hold anything but the number of a launch that is still to come."""
     from weave_moe.backends import cuda
 
     for pool in cuda._pools.values():
         for buffers in list(pool._all):
-            for name in ("h", "rows", "gathered", "sums", "router"):
+            for name in ("h", "rows", "gathered", "sums", "router", "tagged"):
                 tensor = getattr(buffers, name, None)
                 if tensor is not None and tensor.numel():
                     yield tensor

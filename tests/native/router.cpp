@@ -265,7 +265,13 @@ void multiply_16x8x16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
 struct WarpLanes {
   u32 lane() const { return threadIdx.x % 32; }
   u32 lanes() const { return 32; }
+  u32 warp() const { return 0; }
+  u32 warps() const { return 1; }
+  u32 rank() const { return lane(); }
+  u32 size() const { return 32; }
   void sync_warp() const { __syncwarp(); }
+  void sync() const { __syncwarp(); }
+  u32 team_largest(u32 v, u32*) const { return largest(v); }
   u32 largest(u32 v) const {
     const emulated::Meeting& m = emulated::in_warp(emulated::BEST, {v, 0});
     u32 most = 0;
@@ -292,6 +298,23 @@ struct WarpLanes {
       for (u32 i = 0; i < step; ++i) parts[i] += parts[i + step];
     emulated::read_by_warp();
     return parts[0];
+  }
+};
+struct BlockTeam : WarpLanes {
+  u32 warps_;
+  BlockTeam(u32 first_warp, u32 warps, u32) : warps_(warps) {
+    if (first_warp != 0 || warps * 32 != emulated::threads_of_block) emulated::fail("a team is not the whole block");
+  }
+  u32 warp() const { return threadIdx.x / 32; }
+  u32 warps() const { return warps_; }
+  u32 rank() const { return threadIdx.x; }
+  u32 size() const { return warps_ * 32; }
+  void sync() const { __syncthreads(); }
+  u32 team_largest(u32 v, u32* scratch) const {
+    v = largest(v);
+    if (lane() == 0) scratch[warp()] = v;
+    sync();
+    return largest(lane() < warps_ ? scratch[lane()] : 0);
   }
 };
 
@@ -341,7 +364,7 @@ u32 emulate_segment() { return SEGMENT; }
 void emulate_few(const Launch* launch, u32 grid, u32 seed, u32* ids, float* weights) {
   const Launch& p = *launch;
   const u32 slots = p.tokens * p.top_k;
-  const size_t scratch = (size_t)WARPS * choice_words(p.router.experts) * 4;
+  const size_t scratch = (size_t)(team_choice_words(p.router.experts) + 1) * 4;
   struct Memory {
     std::vector<char> ring;
     alignas(16) Smem smem;
@@ -359,13 +382,14 @@ void emulate_few(const Launch* launch, u32 grid, u32 seed, u32* ids, float* weig
     Memory& m = *memory[blockIdx.x];
     const Block b = {p, maps, m.ring.data(), m.smem};
     prefetch_router(p);
-    const u32 first_unit = threadIdx.x == 0 ? add_relaxed(&p.router.state->units, 1u) : 0;
+    RouterTickets tickets(p);
     SlotTable table(p);
-    u32* own = (u32*)m.own;
-    const bool ok = route(b, table, m.ring.data(), own, (float*)(own + OWN_TOKENS * MAX_SLOTS), first_unit);
-    if (!ok) emulated::fail("a block gave up");
+    if (!route(b, table, m.ring.data(), (u64*)m.own, tickets)) emulated::fail("a block gave up");
     for (u32 slot = threadIdx.x; slot < slots; slot += THREADS) {
-      const u32 e = ids[blockIdx.x * slots + slot] = table(slot);
+      u32 e = table(slot);
+      for (u32 n = 0; e == NOT_YET; ++n, e = table(slot))
+        if (!table.wait(n)) emulated::fail("a block gave up");
+      ids[blockIdx.x * slots + slot] = e;
       weights[blockIdx.x * slots + slot] = e == NONE ? 0.f : table.weight(slot);
     }
     __syncthreads();

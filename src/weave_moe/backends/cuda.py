@@ -354,10 +354,12 @@ class _Layer:
             r.selection_kind = _KINDS[call.selection_bias.dtype]
         r.expert_map = _pointer(call.experts.expert_map)
         words = tokens * p.top_k
-        r.ids = buffers.router.data_ptr()
-        r.weights = r.ids + 4 * words
-        if not plan.many:
-            r.partial = r.ids + 4 * slot_words(words)
+        if plan.many:
+            r.ids = buffers.router.data_ptr()
+            r.weights = r.ids + 4 * words
+        else:
+            r.slots = buffers.tagged.data_ptr()
+            r.partial = r.slots + 8 * slot_words(words)
         if self.ids.numel():
             r.chosen = self.ids.data_ptr() + 4 * first * routing.top_k
             r.chosen_weights = self.weights.data_ptr() + 4 * first * routing.top_k
@@ -802,9 +804,9 @@ def warmup(
     default the current one.
 
     For `moe_layer`: router, "logits" where router_logits will be given, else the type of
-    router_weight, x's or "float32"; None for `fused_experts`.  router_experts: E of the router where
-    an expert_map will be given, else it is shape's.  shared_intermediate: Is of the shared experts,
-    0 where there are none. `MoELayer.warmup` fills all of it in.
+    router_weight, x's or "float32"; None for `fused_experts`.  router_experts: E of the router
+    where an expert_map will be given, else it is shape's.  shared_intermediate: Is of the shared
+    experts, 0 where there are none. `MoELayer.warmup` fills all of it in.
 
     Raises TypeError or ValueError, naming the argument, for a layer that the kernel does not take;
     RuntimeError where there is no GPU that it runs on.

@@ -68,9 +68,9 @@ struct TaskSlot {
 
 using PlanIndex = u16;  // of a local plan
 
-// Few tokens: so many every block routes for itself, a warp each, and keeps what it finds behind Smem.
-constexpr u32 OWN_TOKENS = WARPS, MAX_SLOTS = 32;  // slots of a token
-constexpr u32 OWN_BYTES = ROUTER && !MANY ? OWN_TOKENS * MAX_SLOTS * 8 : 0;
+constexpr u32 MAX_SLOTS = 32;  // of a token
+// A single token every block routes for itself, and keeps what it finds behind Smem: two words a slot.
+constexpr u32 OWN_BYTES = ROUTER && !MANY ? MAX_SLOTS * 16 : 0;
 
 // Shared memory: the ring (p.ring_bytes), staging, then this, then a local plan. The ring's weights come first, then its
 // activations, whose stages are as wide as the widest group of the launch: narrower groups make a deeper ring.
@@ -85,7 +85,7 @@ struct alignas(16) Smem {
   u32 refused;  // this block must not take part: an earlier error, or another launch's workspace
   u32 ticket;   // for all of the block
 };
-static_assert(OWN_BYTES == WEAVE_OWN_BYTES, "schedule/granularity.py: own_bytes");
+static_assert(OWN_BYTES == WEAVE_OWN_BYTES, "schedule/granularity.py: OWN_BYTES");
 static_assert(sizeof(Smem) == WEAVE_SMEM_BYTES, "schedule/granularity.py: CONTROL_BYTES");
 
 // A position in a ring and its phase. Waiting for "empty" starts in phase 1: the first round needs no wait.
@@ -105,11 +105,9 @@ struct Maps {
 };
 
 // What router.h needs to turn hidden states, or logits, into ids and weights.
-struct RouterState {     // each in a line of its own: what some poll, others count up
-  u32 units, pad0[31];   // claimed
-  u32 tokens, pad1[31];  // claimed
-  u32 routed, pad2[31];  // tokens that are done
-  u32 finished[32];      // units of a block of tokens
+struct RouterState {  // what is claimed, each in a line of its own
+  u32 units, pad0[31];
+  u32 tokens, pad1[31];
 };
 static_assert(sizeof(RouterState) == WEAVE_ROUTER_STATE_BYTES, "runtime/buffers.py: ROUTER_STATE_BYTES");
 struct Router {
@@ -119,11 +117,12 @@ struct Router {
   const void* bias;            // [experts] or null: of the logits
   const void* selection_bias;  // [experts] or null
   const int* expert_map;       // [experts] or null
-  u32* ids;                    // [tokens, p.top_k]: local experts, then the shared ones; what p.ids is with many tokens
-  float* weights;              // [tokens, p.top_k]
+  u32* ids;                    // many tokens: [tokens, p.top_k] local experts, then the shared ones; p.ids is the same
+  float* weights;              // many tokens: [tokens, p.top_k]
+  u64* slots;                  // few: [tokens, p.top_k][2] the same, as tagged words
   int* chosen;                 // [tokens, top_k] or null: the router's result
   float* chosen_weights;       // [tokens, top_k] or null
-  float* partial;              // few tokens: [tokens][segments][rows rounded up to 4]
+  u64* partial;                // few: [tokens][segments][rows rounded up to 4], tagged
   RouterState* state;
   Routing routing;
   u32 experts, rows;           // rows: of weight, and gate's
@@ -186,8 +185,10 @@ struct SlotTable {
   const Launch& p;
   u32 tokens;         // valid ones
   u32 valid;          // their slots
-  const u32* ids = nullptr;         // written by this launch's router; else those of the launch
-  const float* weights = nullptr;
+  // Where this launch routes few tokens itself: two tagged words a slot, its expert and its weight.
+  const u64* words = nullptr;
+  u32 tag = 0;
+  u32* refused = nullptr;
   WEAVE_FN SlotTable(const Launch& p) : p(p), tokens(p.tokens) {
     if (p.valid) {
       const i64 v = p.valid_wide ? *(const i64*)p.valid : (i64)*(const int*)p.valid;
@@ -199,9 +200,12 @@ struct SlotTable {
     valid = tokens * p.top_k;
   }
   WEAVE_FN u32 operator()(u32 slot) const {
-    if (ROUTER && !MANY) {
-      const u32 e = slot < valid ? ids[slot] : NONE;
-      return e < p.experts ? e : NONE;
+    if (SLOTS_ARRIVE) {
+      u64 e = 0, weight = 0;
+      if (slot >= valid) return NONE;
+      load_relaxed(words + 2 * (u64)slot, e, weight);
+      if (!has_tag(e, tag) || !has_tag(weight, tag)) return NOT_YET;
+      return (u32)e < p.experts ? (u32)e : NONE;
     }
     const u32* id = (const u32*)p.ids + ((u64)slot << p.ids_wide);
     const bool in = slot < valid;
@@ -212,7 +216,13 @@ struct SlotTable {
   }
   static WEAVE_FN float given_weight(const Launch& p, u32 slot) { return read_float(p.weights, p.weights_kind, slot); }
   WEAVE_FN float weight(u32 slot) const {
-    return ROUTER && !MANY ? weights[slot] : given_weight(p, slot);
+    return SLOTS_ARRIVE ? float_of((u32)load_relaxed(words + 2 * (u64)slot + 1)) : given_weight(p, slot);
+  }
+  // Whether to go on waiting for what others write.
+  WEAVE_FN bool wait(u32 polls) const {
+    if (keep_waiting(p.shared, polls, PLAN_TIMEOUT)) return true;
+    *(volatile u32*)refused = 1;
+    return false;
   }
 };
 

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   u32 arrival = 0, error = OK, call = p.call;
   u64 ticket = 0;
 #if WEAVE_ROUTER && !WEAVE_MANY
-  const u32 first_unit = threadIdx.x == 0 ? add_relaxed(&p.router.state->units, 1u) : 0;
+  RouterTickets tickets(p);
 #endif
   if (threadIdx.x == WEIGHT_WARP * 32) {
     // No result is needed before the plan is known. A ticket holds for whatever plan there will be.
@@ -101,10 +101,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Every block computes the same plan: cheaper than handing one over, and nothing to wait for.
     char* at = (char*)(&s + 1);
 #if WEAVE_ROUTER && !WEAVE_MANY
-    u32* own = (u32*)at;
     if (threadIdx.x == WEIGHT_WARP * 32) refuse();
     __syncthreads();
-    if (!s.refused && !route(b, table, memory, own, (float*)(own + OWN_TOKENS * MAX_SLOTS), first_unit)) {
+    if (!s.refused && !route(b, table, memory, (u64*)at, tickets)) {
       b.abort(PLAN_TIMEOUT);
       s.refused = 1;
     }

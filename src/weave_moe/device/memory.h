@@ -38,6 +38,10 @@ WEAVE_FN u64 load_relaxed(const u64* p) {
   asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+// Two words side by side, each whole for itself.
+WEAVE_FN void load_relaxed(const u64* p, u64& first, u64& second) {
+  asm volatile("ld.relaxed.gpu.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(p) : "memory");
+}
 WEAVE_FN u32 load_acquire(const u32* p) {
   u32 v;
   asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -90,6 +94,7 @@ WEAVE_FN void pause(u32) { __nanosleep(32); }
 
 WEAVE_FN u32 load_relaxed(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 WEAVE_FN u64 load_relaxed(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+WEAVE_FN void load_relaxed(const u64* p, u64& first, u64& second) { first = load_relaxed(p), second = load_relaxed(p + 1); }
 WEAVE_FN u32 load_acquire(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 WEAVE_FN void store_relaxed(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 WEAVE_FN void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
@@ -137,6 +142,11 @@ WEAVE_FN float float_of(u32 bits) {
   return v;
 #endif
 }
+// A value that says itself that it has arrived: with the launch's number beside it in one word, whoever reads the word has
+// both or neither, and needs no other word to tell it so. Numbers start at 1, over zeroed memory.
+WEAVE_FN u64 tagged(u32 value, u32 tag) { return (u64)tag << 32 | value; }
+WEAVE_FN bool has_tag(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
+
 // A word of two halves: the high half counts, the low half hands out tickets.
 constexpr u64 ONE_HIGH = 1ull << 32;
 constexpr u64 MINUS_ONE_HIGH = 0xffffffffull << 32;

@@ -84,7 +84,6 @@ WEAVE_FN u32 max_rows(u32 slots, u32 experts) {
   return slots + 15 * touched;
 }
 // Words of scratch that a plan needs: sums of warps, and a histogram for each warp that has slots. Aligned to 8 bytes.
-constexpr u32 MAX_WARPS = 16;
 WEAVE_FN u32 plan_scratch(u32 warps, u32 experts) { return 2 * MAX_WARPS + warps * experts; }
 
 // Rows (high half) and groups (low half) of an expert.
@@ -117,7 +116,14 @@ WEAVE_FN u32 write_groups(const Plan<Index>& p, u32 expert, u32 tokens, u32 row,
 // scratch (plan_scratch words) and a barrier between. Both are followed by what separates the plan's writes from its
 // readers: a barrier of the block, or a release (scheduler.h).
 //
-// expert_of(slot): the local expert of a slot, or NONE where it is to be skipped. Called once or twice for each slot.
+// expert_of(slot): the local expert of a slot, or NONE where it is to be skipped. Called once or twice for each slot; more
+// often where slots arrive, each by itself, from the launch's own router: NOT_YET is asked again while wait(n) holds.
+constexpr u32 NOT_YET = NONE - 1;
+#if defined(WEAVE_ROUTER) && WEAVE_ROUTER && !WEAVE_MANY
+constexpr bool SLOTS_ARRIVE = true;
+#else
+constexpr bool SLOTS_ARRIVE = false;
+#endif
 // Slots a lane looks up at once, so that their loads overlap.
 #ifdef WEAVE_LOOK_AHEAD
 constexpr u32 LOOK_AHEAD = WEAVE_LOOK_AHEAD;
@@ -152,6 +158,18 @@ WEAVE_FN void look_up(const Team& team, const Range& r, u32 base, const ExpertOf
   for (u32 i = 0; i < LOOK_AHEAD; ++i) {
     const u32 slot = base + i * team.lanes() + team.lane();
     found.expert[i] = slot < r.end ? expert_of(slot) : NONE;
+  }
+  if constexpr (SLOTS_ARRIVE) {
+    u32 missing = 1;
+    for (u32 n = 0; missing; ++n) {
+      missing = 0;
+      WEAVE_UNROLL
+      for (u32 i = 0; i < LOOK_AHEAD; ++i) missing += found.expert[i] == NOT_YET;
+      const bool on = missing && expert_of.wait(n);
+      WEAVE_UNROLL
+      for (u32 i = 0; i < LOOK_AHEAD; ++i)
+        if (found.expert[i] == NOT_YET) found.expert[i] = on ? expert_of(base + i * team.lanes() + team.lane()) : NONE;
+    }
   }
 }
 

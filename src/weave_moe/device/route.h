@@ -16,16 +16,30 @@ struct Routing {
   float scale;
 };
 
-// Memory of one token's choice, seen by all lanes.
+// Memory of one token's choice, seen by all of the team.
 struct Choice {
-  float* score;  // [experts] logits, then scores
-  u32* key;      // [experts] the order to choose in, by `ordered`; only where there are groups
-  u32* group;    // [MAX_EXPERT_GROUPS] their keys
-  u32* chosen;   // [MAX_TOP_K]
+  float* score;   // [experts] logits, then scores
+  u32* key;       // [experts] sums are made from it, then the keys of groups
+  u32* group;     // [MAX_EXPERT_GROUPS] their keys
+  u32* chosen;    // [MAX_TOP_K]
+  float* picked;  // [MAX_TOP_K] what the chosen ones weigh before they are scaled; 0 behind them
+  // A team of several warps: each one's best, and a word for each warp.
+  u64* best = nullptr;
+  u32* scratch = nullptr;
 };
-WEAVE_FN u32 choice_words(u32 experts) { return 2 * experts + MAX_EXPERT_GROUPS + MAX_TOP_K; }
+WEAVE_FN u32 choice_words(u32 experts) { return 2 * experts + MAX_EXPERT_GROUPS + 2 * MAX_TOP_K; }
 WEAVE_FN Choice choice_at(u32* words, u32 experts) {
-  return {(float*)words, words + experts, words + 2 * experts, words + 2 * experts + MAX_EXPERT_GROUPS};
+  u32* group = words + 2 * experts;
+  u32* chosen = group + MAX_EXPERT_GROUPS;
+  return {(float*)words, words + experts, group, chosen, (float*)chosen + MAX_TOP_K};
+}
+// The same for a team of up to MAX_WARPS warps; words: aligned to 8 bytes.
+WEAVE_FN u32 team_choice_words(u32 experts) { return (2 * MAX_TOP_K + 1) * MAX_WARPS + choice_words(experts); }
+WEAVE_FN Choice team_choice_at(u32* words, u32 experts) {
+  u32* scratch = words + 2 * MAX_TOP_K * MAX_WARPS;
+  Choice c = choice_at(scratch + MAX_WARPS, experts);
+  c.best = (u64*)words, c.scratch = scratch;
+  return c;
 }
 
 // Numbers that compare as the floats do; 0 is below all of them. Not for NaN.
@@ -57,46 +71,52 @@ WEAVE_FN u32 group_key(const u32* key, u32 size, bool biased) {
   return biased && size > 1 ? ordered(unordered(first) + unordered(second)) : first;
 }
 
-// A lane's experts: lane, lane + lanes, ...; their keys stay with the lane.
-template <u32 MOST, class Lanes>
-WEAVE_FN void best_of_lane(const Lanes& lanes, const u32 (&key)[MOST], u32& best, u32& at) {
+// A lane's experts: its rank in the team, and every `size` from there; their keys stay with the lane.
+template <u32 MOST, class Team>
+WEAVE_FN void best_of_lane(const Team& team, const u32 (&key)[MOST], u32& best, u32& at) {
   best = 0, at = NONE;
   WEAVE_UNROLL
   for (u32 i = 0; i < MOST; ++i)
-    if (key[i] > best) best = key[i], at = lanes.lane() + i * lanes.lanes();
+    if (key[i] > best) best = key[i], at = team.rank() + i * team.size();
 }
 
-// Reads the logits in c.score and leaves the experts in c.chosen, the best first, and their scores in c.score. bias(e): of
-// the selection, where `biased`. MOST: at least the experts of a lane. All lanes call, and see the result.
-template <u32 MOST, class Lanes, class Bias>
-WEAVE_FN void choose_experts(const Lanes& lanes, const Routing& r, u32 experts, const Choice& c, bool biased, const Bias& bias) {
-  const u32 lane = lanes.lane(), step = lanes.lanes();
+// Reads the logits in c.score, each lane those of its own experts, and leaves the experts in c.chosen, the best first, and
+// their scores in c.score. bias(e): of the selection, where `biased`. MOST: at least the experts of a lane. All of the team
+// call, and see the result, which is the same bits for every team.
+template <u32 MOST, class Team, class Bias>
+WEAVE_FN void choose_experts(const Team& team, const Routing& r, u32 experts, const Choice& c, bool biased, const Bias& bias) {
+  const u32 lane = team.lane(), rank = team.rank(), step = team.size();
   u32 key[MOST], best, at;
   float score[MOST];
   WEAVE_UNROLL
   for (u32 i = 0; i < MOST; ++i) {
-    const u32 e = lane + i * step;
+    const u32 e = rank + i * step;
     const float raw = e < experts ? c.score[e] : 0.f;
     const bool live = raw >= LOWEST;  // neither NaN nor -infinity
     score[i] = !live ? LOWEST : raw > HIGHEST ? HIGHEST : raw;
     key[i] = e >= experts ? TAKEN : live ? ordered(score[i]) : DROPPED;
   }
-  float top = 0, sum = 1;
+  float sum = 1;
   if (r.scoring == SOFTMAX) {
-    best_of_lane(lanes, key, best, at);
-    top = unordered(lanes.largest(best));  // of dead ones alone: -infinity, which is not used
+    best_of_lane(team, key, best, at);
+    float top = unordered(team.team_largest(best, c.scratch));  // of dead ones alone: -infinity, which is not used
     if (!(top >= LOWEST)) top = LOWEST;
-    sum = 0;
+    float* terms = (float*)c.key;
     WEAVE_UNROLL
-    for (u32 i = 0; i < MOST; ++i)
-      if (key[i] != TAKEN) sum += expf(score[i] - top);
-    sum = lanes.sum(sum);
+    for (u32 i = 0; i < MOST; ++i) {
+      score[i] = expf(score[i] - top);
+      if (key[i] != TAKEN) terms[rank + i * step] = score[i];
+    }
+    team.sync();
+    sum = 0;  // by each warp for itself, so that its order is the same for every team
+    for (u32 e = lane; e < experts; e += team.lanes()) sum += terms[e];
+    sum = team.sum(sum);
   }
   WEAVE_UNROLL
   for (u32 i = 0; i < MOST; ++i) {
     if (key[i] == TAKEN) continue;
-    const u32 e = lane + i * step;
-    const float v = r.scoring == SOFTMAX ? expf(score[i] - top) / sum : score_of(r.scoring, score[i]);
+    const u32 e = rank + i * step;
+    const float v = r.scoring == SOFTMAX ? score[i] / sum : score_of(r.scoring, score[i]);
     float k = biased ? v + bias(e) : v;
     // Dead experts after all live ones, whatever their bias.
     k = k != k || key[i] == DROPPED ? LOWEST : k < ABOVE_LOWEST ? ABOVE_LOWEST : k;
@@ -105,49 +125,73 @@ WEAVE_FN void choose_experts(const Lanes& lanes, const Routing& r, u32 experts, 
   }
   if (r.groups > 1) {
     const u32 size = experts / r.groups;
+    team.sync();  // the sum has been read
     WEAVE_UNROLL
     for (u32 i = 0; i < MOST; ++i)
-      if (key[i] != TAKEN) c.key[lane + i * step] = key[i];
-    lanes.sync_warp();
-    for (u32 g = lane; g < r.groups; g += step) c.group[g] = group_key(c.key + g * size, size, biased);
-    lanes.sync_warp();
+      if (key[i] != TAKEN) c.key[rank + i * step] = key[i];
+    team.sync();
+    for (u32 g = rank; g < r.groups; g += step) c.group[g] = group_key(c.key + g * size, size, biased);
+    team.sync();
     WEAVE_UNROLL
     for (u32 i = 0; i < MOST; ++i) {
       if (key[i] == TAKEN) continue;
-      const u32 mine = (lane + i * step) / size;
+      const u32 mine = (rank + i * step) / size;
       u32 better = 0;
       for (u32 g = 0; g < r.groups; ++g) better += c.group[g] > c.group[mine] || (c.group[g] == c.group[mine] && g < mine);
       if (better >= r.kept_groups) key[i] = DROPPED;
     }
   }
-  best_of_lane(lanes, key, best, at);
-  for (u32 j = 0; j < r.top_k; ++j) {
-    const u32 e = lanes.best(best, at);
-    if (lane == 0) c.chosen[j] = e;
+  // The best of each warp; of several warps then the best of these.
+  const bool one = team.warps() == 1;
+  best_of_lane(team, key, best, at);
+  for (u32 j = 0; j < r.top_k && team.warp() * team.lanes() < experts; ++j) {
+    const u32 e = team.best(best, at);
+    if (e == NONE ? lane == 0 : at == e) {
+      if (one)
+        c.chosen[j] = e;
+      else
+        c.best[team.warp() * r.top_k + j] = e == NONE ? 0 : (u64)best << 32 | (NONE - e);
+    }
     if (at == e) {
       WEAVE_UNROLL
       for (u32 i = 0; i < MOST; ++i)
-        if (lane + i * step == e) key[i] = TAKEN;
-      best_of_lane(lanes, key, best, at);
+        if (rank + i * step == e) key[i] = TAKEN;
+      best_of_lane(team, key, best, at);
     }
   }
-  lanes.sync_warp();
+  team.sync();
+  if (one) return;
+  const u32 with_experts = (experts + team.lanes() - 1) / team.lanes(), warps = with_experts < team.warps() ? with_experts : team.warps();
+  for (u32 i = rank; i < warps * r.top_k; i += step) {
+    const u64 mine = c.best[i];
+    u32 better = 0;
+    WEAVE_UNROLL
+    for (u32 other = 0; other < warps * r.top_k; ++other) better += c.best[other] > mine;
+    if (mine && better < r.top_k) c.chosen[better] = NONE - (u32)mine;
+  }
+  team.sync();
 }
 
+// What the chosen experts weigh: by one warp, whose lanes may then ask for each.
+template <class Lanes>
+WEAVE_FN void weigh_choice(const Lanes& lanes, const Routing& r, const Choice& c) {
+  for (u32 j = lanes.lane(); j < MAX_TOP_K; j += lanes.lanes()) c.picked[j] = j < r.top_k ? c.score[c.chosen[j]] : 0.f;
+  lanes.sync_warp();
+  if (r.scoring != TOPK_SOFTMAX) return;
+  float top = LOWEST;
+  for (u32 j = 0; j < r.top_k; ++j) top = c.picked[j] > top ? c.picked[j] : top;
+  lanes.sync_warp();
+  for (u32 j = lanes.lane(); j < r.top_k; j += lanes.lanes()) c.picked[j] = expf(c.picked[j] - top);
+  lanes.sync_warp();
+}
 // The weight of the j-th expert chosen. Sums are in the order of the choice.
 WEAVE_FN float chosen_weight(const Routing& r, const Choice& c, u32 j) {
-  float w = c.score[c.chosen[j]];
+  float w = c.picked[j];
   if (r.scoring == TOPK_SOFTMAX || r.renormalize) {
-    float scores[MAX_TOP_K], top = LOWEST, sum = 0;
+    float sum = 0;
     WEAVE_UNROLL
-    for (u32 i = 0; i < MAX_TOP_K; ++i) scores[i] = i < r.top_k ? c.score[c.chosen[i]] : LOWEST;
-    WEAVE_UNROLL
-    for (u32 i = 0; i < MAX_TOP_K; ++i) top = scores[i] > top ? scores[i] : top;
-    const bool softmax = r.scoring == TOPK_SOFTMAX;
-    WEAVE_UNROLL
-    for (u32 i = 0; i < MAX_TOP_K; ++i)
-      if (i < r.top_k) sum += softmax ? expf(scores[i] - top) : scores[i];
-    w = softmax ? expf(w - top) / sum : w / (sum + 1e-20f);
+    for (u32 i = 0; i < MAX_TOP_K; ++i) sum += c.picked[i];
+    w /= r.scoring == TOPK_SOFTMAX ? sum : sum + 1e-20f;
   }
   return w * r.scale;
 }

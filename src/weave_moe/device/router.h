@@ -5,8 +5,9 @@
 // exact but for underflow; sums are fp32.
 //
 // Few tokens: units (16 rows of the router's weight x a block of tokens x a segment) are claimed by ticket and leave their
-// sums in memory; then tokens are claimed likewise, or, when each warp of a block can take one, every block chooses for
-// all of them itself. Whoever waits, waits for units of running workers.
+// sums in memory; then tokens are claimed likewise, each by a block. What is left in memory is tagged words, so that whoever
+// needs one waits for that word alone, and for units and tokens of running blocks only. A single token every block routes
+// for itself, because that is sooner done than told.
 // Many: a launch of its own, in which a block computes all logits of its tokens.
 #pragma once
 #include "config.h"
@@ -158,35 +159,37 @@ struct LogitTile {
   }
 };
 
-// One token, by one warp, once its logits are in c.score: its slots, and the router's result where it is asked for.
-WEAVE_FN void finish_token(const Launch& p, const Choice& c, u32 token, float gate, u32* ids, float* weights, bool result) {
+WEAVE_FN float sigmoid_gate(float logit) { return 1.f / (1.f + expf(-logit)); }
+template <class Team>
+WEAVE_FN void given_logits(const Team& team, const Launch& p, const Choice& c, u32 token) {
   const Router& r = p.router;
-  const u32 lane = threadIdx.x & 31;
+  for (u32 e = team.rank(); e < r.experts; e += team.size()) c.score[e] = read_float(r.logits, r.logits_kind, (u64)token * r.experts + e);
+}
+// One token, once its logits are in c.score: store(slot, expert, weight) for its slots, and the router's result where it is
+// asked for. gate: the shared experts' logit, or null. MOST: at least the experts of a lane.
+template <u32 MOST, class Team, class Store>
+WEAVE_FN void finish_token(const Team& team, const Launch& p, const Choice& c, u32 token, const float* gate, bool result, const Store& store) {
+  const Router& r = p.router;
   if (r.bias)
-    for (u32 e = lane; e < r.experts; e += 32) c.score[e] += read_float(r.bias, r.bias_kind, e);
-  choose_experts<WEAVE_ROUTER_KEYS>(WarpLanes(), r.routing, r.experts, c, r.selection_bias != nullptr,
-                 [&](u32 e) { return read_float(r.selection_bias, r.selection_kind, e); });
-  const u32 top_k = r.routing.top_k;
+    for (u32 e = team.rank(); e < r.experts; e += team.size()) c.score[e] += read_float(r.bias, r.bias_kind, e);
+  choose_experts<MOST>(team, r.routing, r.experts, c, r.selection_bias != nullptr,
+                       [&](u32 e) { return read_float(r.selection_bias, r.selection_kind, e); });
+  if (team.warp() != 0) return;
+  weigh_choice(team, r.routing, c);
+  const u32 lane = team.lane(), top_k = r.routing.top_k;
   if (lane < top_k) {
     const u32 e = c.chosen[lane];
     const float weight = chosen_weight(r.routing, c, lane);
     const u32 local = r.expert_map ? (u32)__ldg(r.expert_map + e) : e;
-    ids[lane] = local < p.routed ? local : NONE;
-    weights[lane] = weight;
+    store(lane, local < p.routed ? local : NONE, weight);
     if (result && r.chosen) {
       r.chosen[(u64)token * top_k + lane] = (int)e;
       r.chosen_weights[(u64)token * top_k + lane] = weight;
     }
   } else if (lane < p.top_k) {
-    ids[lane] = p.routed + lane - top_k;
-    weights[lane] = gate;
+    store(lane, p.routed + lane - top_k, gate ? sigmoid_gate(*gate) : 1.f);
   }
-  __syncwarp();
-}
-WEAVE_FN float sigmoid_gate(float logit) { return 1.f / (1.f + expf(-logit)); }
-WEAVE_FN void given_logits(const Launch& p, const Choice& c, u32 token) {
-  const Router& r = p.router;
-  for (u32 e = threadIdx.x & 31; e < r.experts; e += 32) c.score[e] = read_float(r.logits, r.logits_kind, (u64)token * r.experts + e);
+  team.sync_warp();
 }
 
 #if !WEAVE_MANY
@@ -223,125 +226,120 @@ WEAVE_FN void prefetch_router(const Launch& p) {
 }
 
 template <int BLOCKS>
-WEAVE_FN void run_unit(const Launch& p, const RouterWork& work, u32 first_row, u32 first_token, u32 segment) {
+WEAVE_FN void run_unit(const Launch& p, const RouterWork& work, u32 first_row, u32 first_token, u32 segment, u32 tag) {
   LogitTile<BLOCKS> tile;
   const u32 rows4 = router_rows4(p);
   tile.template run<false>(p, first_row, first_token, work.tokens, segment, segment + 1, [&](u32) {
     tile.each(p, first_row, first_token, work.tokens, [&](u32 token, u32 row, float v) {
-      p.router.partial[((u64)token * work.segments + segment) * rows4 + row] = v;
+      store_relaxed(p.router.partial + ((u64)token * work.segments + segment) * rows4 + row, tagged(bits_of(v), tag));
     });
   });
 }
 
-// A ticket for the whole block; the next one is on its way meanwhile. All threads call.
+// Tickets for the whole block. The next one is asked for when the work of this one is nearly done: sooner, and a block that
+// came early would hold two while another has none.
 struct BlockTickets {
   u32* counter;
-  u32 next;
-  WEAVE_FN u32 take(Smem& s) {
+  u32 next = 0;
+  WEAVE_FN void ask() {
+    if (threadIdx.x == 0) next = add_relaxed(counter, 1u);
+  }
+  WEAVE_FN u32 take(Smem& s) {  // all threads call
     if (threadIdx.x == 0) s.ticket = next;
     __syncthreads();
     const u32 now = s.ticket;
-    if (threadIdx.x == 0) next = add_relaxed(counter, 1u);
     __syncthreads();
     return now;
   }
 };
+struct RouterTickets {
+  BlockTickets units, tokens;
+  WEAVE_FN RouterTickets(const Launch& p) : units{&p.router.state->units}, tokens{&p.router.state->tokens} { units.ask(), tokens.ask(); }
+};
 
-WEAVE_FN bool wait_for_units(const Launch& p, const RouterWork& work, u32 block) {
-  if (ROUTER < ROUTER_SAME) return true;
-  return wait_for(p.shared, &p.router.state->finished[block], work.row_blocks * work.segments, PLAN_TIMEOUT);
-}
-
-// Sums of all segments for one token, whose units are finished. One warp.
-WEAVE_FN void collect_logits(const Launch& p, const RouterWork& work, const Choice& c, u32 token, float& gate) {
+// The logits of a token into c.score and *gate, each by the thread that owns it in a team of the block; false: given up.
+WEAVE_FN bool collect_logits(const BlockTeam& team, const Launch& p, const RouterWork& work, const Choice& c, u32 token, u32 tag, float* gate) {
   const Router& r = p.router;
-  const u32 lane = threadIdx.x & 31, rows4 = router_rows4(p);
-  gate = 1.f;
+  bool ok = true;
   if (ROUTER >= ROUTER_SAME) {
-    const float* from = r.partial + (u64)token * work.segments * rows4;
-    for (u32 e = lane * 4; e < rows4; e += 128) {
+    const u32 rows4 = router_rows4(p);
+    for (u32 row = team.rank(); row < r.rows; row += team.size()) {
       constexpr u32 AT_ONCE = 16;
-      float4 sum = make_float4(0, 0, 0, 0);
+      const u64* from = r.partial + (u64)token * work.segments * rows4 + row;
+      float sum = 0;
       for (u32 first = 0; first < work.segments; first += AT_ONCE) {
-        float4 v[AT_ONCE];
+        u64 v[AT_ONCE];
+        bool there;
+        for (u32 polls = 0;; ++polls) {
+          there = true;
 #pragma unroll
-        for (u32 i = 0; i < AT_ONCE; ++i) {
-          v[i] = make_float4(0, 0, 0, 0);
-          if (first + i < work.segments) v[i] = __ldcg((const float4*)(from + (first + i) * rows4 + e));
+          for (u32 i = 0; i < AT_ONCE; ++i) {
+            const bool in = first + i < work.segments;
+            v[i] = in ? load_relaxed(from + (first + i) * rows4) : tagged(0, tag);
+          }
+#pragma unroll
+          for (u32 i = 0; i < AT_ONCE; ++i) there = there && has_tag(v[i], tag);
+          if (there || !ok) break;
+          ok = keep_waiting(p.shared, polls, PLAN_TIMEOUT);
         }
 #pragma unroll
-        for (u32 i = 0; i < AT_ONCE; ++i) sum.x += v[i].x, sum.y += v[i].y, sum.z += v[i].z, sum.w += v[i].w;
+        for (u32 i = 0; i < AT_ONCE; ++i) sum += float_of((u32)v[i]);
       }
-      const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        if (r.weight && e + q < r.experts) c.score[e + q] = values[q];
-        if (r.gate && e + q == r.rows - 1) gate = sigmoid_gate(values[q]);
-      }
+      if (r.weight && row < r.experts)
+        c.score[row] = sum;
+      else
+        *gate = sum;
     }
-    if (r.gate) gate = __shfl_sync(~0u, gate, (r.rows - 1) / 4 % 32);
   }
-  if (r.logits) given_logits(p, c, token);
-  __syncwarp();
+  if (r.logits) given_logits(team, p, c, token);
+  return ok;
 }
 
-// All threads of the block. Afterwards `table` knows every slot; false: given up. `scratch`: memory of the ring.
-WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u32* own_ids, float* own_weights, u32 first_ticket) {
+// All threads of the block. Afterwards `table` knows every slot, or waits for it; false: given up. own: OWN_BYTES.
+// `scratch`: memory of the ring.
+WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, RouterTickets& tickets) {
   const Launch& p = b.p;
   const Router& r = p.router;
   const RouterWork work(p, table.tokens);
-  const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const BlockTeam team(0, WARPS, 1);
+  const u32 warp = team.warp(), tag = load_relaxed(&p.shared.control->epoch) + 1;
   if (ROUTER >= ROUTER_SAME) {
-    BlockTickets tickets = {&r.state->units, first_ticket};
     for (;;) {
-      const u32 ticket = tickets.take(b.s), unit = ticket * work.units_each + warp;
+      const u32 ticket = tickets.units.take(b.s), unit = ticket * work.units_each + warp;
       if (ticket * work.units_each >= work.units) break;
-      if (warp >= work.units_each || unit >= work.units) continue;
-      const u32 per_block = work.row_blocks * work.segments, block = unit / per_block, rest = unit - block * per_block;
-      const u32 segment = rest / work.row_blocks, row = (rest - segment * work.row_blocks) * ROUTER_ROWS;
-      if (work.block_tokens == 8)
-        run_unit<1>(p, work, row, block * 8, segment);
-      else
-        run_unit<4>(p, work, row, block * 32, segment);
-      __syncwarp();
-      if (lane == 0) add_release(&r.state->finished[block], 1u);
+      if (warp < work.units_each && unit < work.units) {
+        const u32 per_block = work.row_blocks * work.segments, block = unit / per_block, rest = unit - block * per_block;
+        const u32 segment = rest / work.row_blocks, row = (rest - segment * work.row_blocks) * ROUTER_ROWS;
+        if (work.block_tokens == 8)
+          run_unit<1>(p, work, row, block * 8, segment, tag);
+        else
+          run_unit<4>(p, work, row, block * 32, segment, tag);
+      }
+      tickets.units.ask();
     }
   }
-  const Choice c = choice_at((u32*)scratch + warp * choice_words(r.experts), r.experts);
-  // Few: every block finds out for itself, because that is sooner done than told. One of them says what the router found;
-  // it runs, sooner or later.
-  const bool own = work.tokens <= OWN_TOKENS;
-  table.ids = own ? own_ids : r.ids;
-  table.weights = own ? own_weights : r.weights;
-  BlockTickets tickets = {&r.state->tokens, !own && threadIdx.x == 0 ? add_relaxed(&r.state->tokens, 1u) : 0};
+  const bool alone = work.tokens <= 1;
+  table.words = alone ? own : r.slots;
+  table.tag = tag;
+  table.refused = &b.s.refused;
+  const Choice c = team_choice_at((u32*)scratch, r.experts);
+  float* gate = (float*)scratch + team_choice_words(r.experts);
   bool ok = true;
-  if (own) {
-    // One thread of a block, not all its warps: the others' polls would hold up those who count.
-    if (threadIdx.x == 0)
-      for (u32 i = 0; i < work.blocks && ok; ++i) ok = wait_for_units(p, work, i);
-    ok = __syncthreads_and(ok);
-  }
   for (;;) {
-    u32 token = warp;
-    if (!own) {
-      const u32 ticket = tickets.take(b.s);
-      if (ticket * work.tokens_each >= work.tokens) break;
-      token = warp < work.tokens_each ? ticket * work.tokens_each + warp : NONE;
-      if (token < work.tokens && lane == 0) ok = ok && wait_for_units(p, work, token / work.block_tokens);
-      ok = __shfl_sync(~0u, ok, 0);
-      __syncwarp();  // a shuffle orders nothing: this carries lane 0's acquire to the lanes that read
-    }
-    if (ok && token < work.tokens) {
-      const u64 first = (u64)token * p.top_k;
-      float gate;
-      collect_logits(p, work, c, token, gate);
-      finish_token(p, c, token, gate, (u32*)table.ids + first, (float*)table.weights + first, !own || blockIdx.x == 0);
-      if (!own && lane == 0) add_release(&r.state->routed, 1u);
-    }
-    if (own) break;
+    const u32 token = alone ? 0 : tickets.tokens.take(b.s);
+    if (token >= work.tokens) break;
+    // What was given up is chosen from what there is: all threads meet, and the launch has failed anyway.
+    ok = collect_logits(team, p, work, c, token, tag, gate) && ok;
+    tickets.tokens.ask();
+    u64* slots = (u64*)table.words + 2 * (u64)token * p.top_k;
+    constexpr u32 MOST = (WEAVE_ROUTER_KEYS + WARPS - 1) / WARPS;
+    finish_token<MOST>(team, p, c, token, r.gate ? gate : nullptr, !alone || blockIdx.x == 0, [&](u32 slot, u32 e, float weight) {
+      store_relaxed(slots + 2 * slot, tagged(e, tag));
+      store_relaxed(slots + 2 * slot + 1, tagged(bits_of(weight), tag));
+    });
+    if (alone) break;
   }
   fence_async_proxy_shared();  // the scratch was written plainly, and TMA will write there
-  if (!own && threadIdx.x == 0) ok = ok && wait_for(p.shared, &r.state->routed, work.tokens, PLAN_TIMEOUT);
   return __syncthreads_and(ok);
 }
 
@@ -382,17 +380,20 @@ extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32) weave_route(const
       all_logits<4>(p, first, table.tokens, route_words);
   }
   __syncthreads();
+  const WarpLanes lanes;
   const Choice c = choice_at((u32*)(route_words + r.block_tokens * rows4) + warp * choice_words(r.experts), r.experts);
   const u32 end = first + r.block_tokens < table.tokens ? first + r.block_tokens : table.tokens;
   for (u32 token = first + warp; token < end; token += ROUTE_WARPS) {
     const float* logits = route_words + (token - first) * rows4;
-    const float gate = r.gate ? sigmoid_gate(logits[r.rows - 1]) : 1.f;
     if (r.logits)
-      given_logits(p, c, token);
+      given_logits(lanes, p, c, token);
     else
-      for (u32 e = threadIdx.x & 31; e < r.experts; e += 32) c.score[e] = logits[e];
+      for (u32 e = lanes.lane(); e < r.experts; e += 32) c.score[e] = logits[e];
     __syncwarp();
-    finish_token(p, c, token, gate, r.ids + (u64)token * p.top_k, r.weights + (u64)token * p.top_k, true);
+    finish_token<WEAVE_ROUTER_KEYS>(lanes, p, c, token, r.gate ? logits + r.rows - 1 : nullptr, true, [&](u32 slot, u32 e, float weight) {
+      r.ids[(u64)token * p.top_k + slot] = e;
+      r.weights[(u64)token * p.top_k + slot] = weight;
+    });
   }
 }
 #endif

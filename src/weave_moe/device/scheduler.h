@@ -48,15 +48,20 @@ WEAVE_FN void fail(Control* c, u32 error) {
 }
 WEAVE_FN bool failed(const Control* c) { return load_relaxed(&c->error) != OK; }
 
-// Every wait: until *counter >= target (acquire), an error elsewhere, or the limit, which is an error itself.
-WEAVE_FN bool wait_for(const Shared& s, const u32* counter, u32 target, u32 error) {
-  for (u32 i = 0; i < s.spin_limit; ++i) {
-    if (load_acquire(counter) >= target) return true;
-    if ((i & 63) == 63 && failed(s.control)) return false;
-    pause(i);
+// Every wait: until there is what it is for, an error elsewhere, or the limit, which is an error itself. `polls`: so far.
+WEAVE_FN bool keep_waiting(const Shared& s, u32 polls, u32 error) {
+  if (polls >= s.spin_limit) {
+    fail(s.control, error);
+    return false;
   }
-  fail(s.control, error);
-  return false;
+  if ((polls & 63) == 63 && failed(s.control)) return false;
+  pause(polls);
+  return true;
+}
+WEAVE_FN bool wait_for(const Shared& s, const u32* counter, u32 target, u32 error) {  // *counter >= target (acquire)
+  for (u32 i = 0; load_acquire(counter) < target; ++i)
+    if (!keep_waiting(s, i, error)) return false;
+  return true;
 }
 
 // A worker's arrival. False: the workspace is in use by another launch.

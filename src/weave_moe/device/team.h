@@ -7,6 +7,8 @@
 
 namespace weave {
 
+constexpr u32 MAX_WARPS = 16;  // of a team
+
 // One thread. Also the `lanes` of the claim code on a CPU.
 struct Serial {
   WEAVE_FN u32 warp() const { return 0; }
@@ -33,13 +35,20 @@ struct Serial {
   WEAVE_FN u32 largest(u32 v) const { return v; }                    // over the warp
   WEAVE_FN u32 best(u32 key, u32 at) const { return key ? at : NONE; } // `at` of the largest key, the lowest of equals
   WEAVE_FN float sum(float v) const { return v; }                    // over the warp
+  WEAVE_FN u32 team_largest(u32 v, u32*) const { return v; }         // over the team; scratch as above
 };
 
 #if WEAVE_GPU
-// `warps` consecutive warps of a block, starting at warp `first_warp`; sync() is named barrier `barrier`.
+// A warp; a team by itself as well.
 struct WarpLanes {
   u32 lane_;
   WEAVE_FN WarpLanes() : lane_(threadIdx.x & 31) {}
+  WEAVE_FN u32 warp() const { return 0; }
+  WEAVE_FN u32 warps() const { return 1; }
+  WEAVE_FN u32 rank() const { return lane_; }
+  WEAVE_FN u32 size() const { return 32; }
+  WEAVE_FN void sync() const { __syncwarp(); }
+  WEAVE_FN u32 team_largest(u32 v, u32*) const { return largest(v); }
   WEAVE_FN u32 lane() const { return lane_; }
   WEAVE_FN u32 lanes() const { return 32; }
   WEAVE_FN void sync_warp() const { __syncwarp(); }
@@ -85,6 +94,7 @@ struct WarpLanes {
   }
 };
 
+// `warps` consecutive warps of a block, starting at warp `first_warp`; sync() is named barrier `barrier`.
 struct BlockTeam : WarpLanes {
   u32 first_warp, warps_, barrier;
   WEAVE_FN BlockTeam(u32 first_warp, u32 warps, u32 barrier) : first_warp(first_warp), warps_(warps), barrier(barrier) {}
@@ -104,6 +114,12 @@ struct BlockTeam : WarpLanes {
     }
     *total = sum;
     return before;
+  }
+  WEAVE_FN u32 team_largest(u32 v, u32* scratch) const {
+    v = largest(v);
+    if (lane_ == 0) scratch[warp()] = v;
+    sync();
+    return largest(lane_ < warps_ ? scratch[lane_] : 0);
   }
   WEAVE_FN void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(warps_ * 32) : "memory"); }
 };

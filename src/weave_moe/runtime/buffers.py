@@ -41,7 +41,9 @@ class Needs:
 
     counters: bytes that must be zero before the first launch.  h_rows: rows of activations [I] and
     of down rows [H].  plan: bytes of the plan of many tokens, else 0.  chunk_tokens: tokens that a
-    chunk of the sort holds, else 0.  router: bytes of slots' ids and weights, and partial logits.
+    chunk of the sort holds, else 0.  router: bytes of slots' ids and weights, with many tokens.
+    tagged: bytes of the words that the router of few tokens hands on; they carry their launch's
+    number and start at zero.
     """
 
     counters: int
@@ -54,6 +56,7 @@ class Needs:
     chunk_tokens: int
     sums: int
     router: int
+    tagged: int
 
 
 def control_bytes(workers: int, groups: int, experts: int) -> int:
@@ -107,10 +110,11 @@ def needs_of(
         chunk_tokens = min(chunk_tokens, MAX_CHUNK_SLOTS // top_k)
         chunks = -(-tokens // chunk_tokens)
         plan_bytes = 4 * sum(size for _, size in plan_arrays(groups, experts, slots, chunks))
-    router = 0
-    if router_rows is not None:
-        partial = 0 if plan.many else tokens * logit_sums(hidden) * -(-router_rows // 4) * 4
-        router = 4 * (slot_words(slots) + partial)
+    router = tagged = 0
+    if router_rows is not None and plan.many:
+        router = 8 * slots
+    elif router_rows is not None:
+        tagged = 8 * (slot_words(slots) + tokens * logit_sums(hidden) * -(-router_rows // 4) * 4)
     sums = parts = 0
     if plan.parts_up > 1 or plan.parts_down > 1:
         tiles_up = groups * -(-intermediate // plan.chunk_up(gated=gated))
@@ -129,11 +133,12 @@ def needs_of(
         chunk_tokens,
         sums,
         router,
+        tagged,
     )
 
 
 def slot_words(slots: int) -> int:
-    """Words of the slots' ids and weights, before partial logits that are read four at a time."""
+    """Tagged words of the slots, before those of partial logits: two a slot, whole sectors."""
     return -(-2 * slots // 4) * 4
 
 
@@ -153,6 +158,7 @@ class Buffers:
         self.lock = threading.Lock()
         self._captured = captured
         self.counters: Tensor = torch.empty(0, dtype=torch.uint8, device=device)
+        self.tagged = self._zeroed = self.counters  # _zeroed: both, one behind the other
         self.h = self.rows = self.gathered = self.plan = self.sums = self.router = self.counters
         self._maps: dict[tuple[int, ...], list[bytes]] = {}
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -160,14 +166,21 @@ class Buffers:
     def fit(self, needs: Needs) -> None:
         """Grows what is too small, for use on the current stream.
 
-        Counters are zero when new. So are h and the gathered rows, whose padding is read (and
-        ignored) before anything is written there; a graph would zero them at every replay, and goes
-        without.
+        Counters are zero when new, and with them the tagged words, since launches are numbered by
+        a counter: neither is ever renewed alone. So are h and the gathered rows, whose padding is
+        read (and ignored) before anything is written there; a graph would zero them at every
+        replay, and goes without.
         """
         stream = torch.cuda.current_stream(self.device)
         self._streams.setdefault(stream.cuda_stream, stream)
         rows_zeroed = not self._captured
-        self._grow("counters", needs.counters, zeroed=True)
+        if self.counters.numel() < needs.counters or self.tagged.numel() < needs.tagged:
+            sizes = [
+                -(-max(old.numel(), new) // 256) * 256
+                for old, new in ((self.counters, needs.counters), (self.tagged, needs.tagged))
+            ]
+            self._renew("_zeroed", sum(sizes), zeroed=True)
+            self.counters, self.tagged = self._zeroed.split(sizes)
         self._grow("h", needs.h_bytes, zeroed=rows_zeroed)
         self._grow("gathered", needs.gathered_bytes, zeroed=rows_zeroed)
         self._grow("rows", needs.row_bytes)
@@ -177,8 +190,11 @@ class Buffers:
 
     def _grow(self, name: str, size: int, *, zeroed: bool = False) -> None:
         old: Tensor = getattr(self, name)
-        if old.numel() >= size:
-            return
+        if old.numel() < size:
+            self._renew(name, size, zeroed=zeroed)
+
+    def _renew(self, name: str, size: int, *, zeroed: bool) -> None:
+        old: Tensor = getattr(self, name)
         if len(self._streams) > 1:  # the allocator knows of one stream; launches may run on others
             for stream in self._streams.values():
                 old.record_stream(stream)
@@ -188,7 +204,7 @@ class Buffers:
 
     def reset(self) -> None:
         """Back to the initial state, after a launch that gave up."""
-        self.counters.zero_()
+        self._zeroed.zero_()
 
     def row_maps(
         self, tensor: Tensor, columns: int, plan: KernelPlan, dtype: str, *, packed: bool

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from ..schedule.granularity import CONTROL_BYTES, KernelPlan, own_bytes
+from ..schedule.granularity import CONTROL_BYTES, OWN_BYTES, KernelPlan
 from . import nvrtc
 from .cache import cached_file, discard
 from .driver import TENSOR_MAP_BYTES, CudaError, Kernel, Library
@@ -82,6 +82,7 @@ class _Router(ctypes.Structure):
                 "expert_map",
                 "ids",
                 "weights",
+                "slots",
                 "chosen",
                 "chosen_weights",
                 "partial",
@@ -285,7 +286,7 @@ class KernelConfig:
             "ROUTER": ROUTERS.index(self.router),
             "ROUTER_KEYS": self.router_keys,
             "SHARED": int(self.shared),
-            "OWN_BYTES": own_bytes(self.tile_m) if self.router != "none" and not self.many else 0,
+            "OWN_BYTES": OWN_BYTES if self.router != "none" and not self.many else 0,
             "PACKED_UP": int(self.packed_up),
             "PACKED_DOWN": int(self.packed_down),
             "SMEM_BYTES": CONTROL_BYTES,
@@ -320,7 +321,7 @@ def _source_hash() -> str:
     return hash_of(device_sources())
 
 
-ROUTER_STATE_BYTES: Final = 512
+ROUTER_STATE_BYTES: Final = 256
 SORT_THREADS: Final = 512
 MAX_CHUNK_SLOTS: Final = 1 << 15
 """Most slots of a chunk: what a block of the sort has memory for."""
@@ -354,7 +355,7 @@ def sort_bytes(experts: int, chunk_slots: int) -> int:
 
 def route_bytes(experts: int, rows: int, tokens: int) -> int:
     """Shared memory of a block of `weave_route` for `tokens` tokens: device/router.h."""
-    return 4 * (tokens * (-(-rows // 4) * 4) + ROUTE_WARPS * (2 * experts + 32 + 16))
+    return 4 * (tokens * (-(-rows // 4) * 4) + ROUTE_WARPS * (2 * experts + 32 + 2 * 16))
 
 
 _kernels: dict[tuple[KernelConfig, int], Kernels] = {}

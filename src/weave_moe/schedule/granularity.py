@@ -33,6 +33,7 @@ MAX_STAGES: Final = 16
 """Most stages of the ring: barriers there are for."""
 
 MAX_SLOTS: Final = 32
+OWN_BYTES: Final = 16 * MAX_SLOTS  # the slots of a token that each block routes for itself
 """Of a token: experts it chose, and slices of the shared experts."""
 
 GATHER_WIDTH: Final = 32
@@ -132,11 +133,6 @@ def _width_cap(tokens: int, mean: float, tile_m: int) -> int:
     return next((cap for cap in caps if cap >= wanted), caps[-1])
 
 
-def own_bytes(tile_m: int) -> int:
-    """Shared memory for the slots of tokens that each block routes for itself."""
-    return (tile_m // 64 * 4 + 4) * MAX_SLOTS * 8
-
-
 def choose_kernel(
     *,
     tokens: int,
@@ -158,7 +154,7 @@ def choose_kernel(
     experts += shared
     tile_m, tile_k = 64 if slots <= 32 else 128, 128
     cap = _width_cap(tokens, mean, tile_m)
-    used = local_plan_bytes(slots, experts, cap) + (own_bytes(tile_m) if router else 0)
+    used = local_plan_bytes(slots, experts, cap) + (OWN_BYTES if router else 0)
     ring = (shared_bytes - CONTROL_BYTES - used) // 1024 * 1024
     room = ring - _stages(ring, tile_m, tile_k, 8) * tile_m * tile_k * 2
     fits = used <= shared_bytes // 6 and room >= 4 * (2 * 16 + 3 * (experts + 1))
