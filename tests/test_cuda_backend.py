@@ -726,8 +726,14 @@ def test_no_routing_outgrows_a_layers_buffers(
         assert route.name == "route"
         assert r.block_tokens in (16, 32), "whole blocks of products"
         assert (route.blocks - 1) * r.block_tokens < tokens <= route.blocks * r.block_tokens
-        logits = r.block_tokens * -(-r.rows // 4) * 4
-        assert route.shared == 4 * (logits + 8 * (2 * experts + 64)) <= SHARED_BYTES
+        # Logits, with what is given behind them; sums that are kept; keys and the rest of a choice.
+        rows = r.rows + (experts if router == "logits" else 0)
+        sums = -(-p.hidden // 256)
+        assert r.parts == 1 or r.parts <= sums
+        kept = 1 + sums - sums // r.parts
+        logits = kept * r.block_tokens * -(-rows // 4) * 4
+        choices = ROUTE_WARPS * (experts + 64)
+        assert route.shared == 4 * (logits + choices) <= SHARED_BYTES
     else:
         assert r.ids is None
         assert r.weights is None

@@ -69,7 +69,7 @@ void probe_route(const float* logits, const float* bias, u32 tokens, u32 experts
   const Choice c = choice_at(words.data(), experts);
   for (u32 t = 0; t < tokens; ++t) {
     for (u32 e = 0; e < experts; ++e) c.score[e] = logits[t * experts + e];
-    choose_experts<1024>(Serial(), r, experts, c, bias != nullptr, [=](u32 e) { return bias[e]; });
+    choose_experts<1024, 1024>(Serial(), r, experts, c, bias != nullptr, [=](u32 e) { return bias[e]; });
     weigh_choice(Serial(), r, c);
     for (u32 j = 0; j < r.top_k; ++j) ids[t * r.top_k + j] = (int)c.chosen[j], weights[t * r.top_k + j] = chosen_weight(r, c, j);
   }

@@ -18,6 +18,7 @@ from ..runtime.buffers import (
     ROUTER_STATE_BYTES,
     BufferPool,
     Buffers,
+    logit_sums,
     needs_of,
     plan_arrays,
     slot_words,
@@ -34,6 +35,7 @@ from ..runtime.kernel import (
     launch_maps,
     packed,
     route_bytes,
+    route_parts,
     sort_bytes,
 )
 from ..schedule import POLICY_CODES, VICTIM_CODES
@@ -337,6 +339,11 @@ class _Layer:
     def shared(self) -> SharedExperts | None:
         return self.call.shared
 
+    @property
+    def pitch(self) -> int:
+        """Rows of a token's logits in `weave_route`: the multiplied ones, then given logits."""
+        return self.rows + (0 if self.call.router_logits is None else self.call.router_experts)
+
     def fill(self, p: Launch, plan: KernelPlan, tokens: int, first: int, buffers: Buffers) -> None:
         """The router's part of a launch's parameters, for `tokens` tokens from `first` on."""
         call, r = self.call, p.router
@@ -368,6 +375,8 @@ class _Layer:
         r.groups, r.kept_groups = routing.num_groups, routing.topk_groups
         r.experts, r.rows = experts, self.rows
         r.block_tokens = 16 if tokens <= 2048 else 32
+        sums = logit_sums(p.hidden)
+        r.parts = route_parts(experts, self.rows, self.pitch, r.block_tokens, sums)
         # What the launches after the router take the slots from.
         p.ids, p.weights, p.ids_wide, p.weights_kind = r.ids, r.weights, 0, 0
         p.expert_map, p.experts_global = None, 0
@@ -712,9 +721,11 @@ def _launch(
         ]
     )
     stream = torch.cuda.current_stream().cuda_stream
-    if kernels.route is not None:
+    if kernels.route is not None and layer is not None:
         block = p.router.block_tokens
-        memory = route_bytes(p.router.experts, p.router.rows, block)
+        memory = route_bytes(
+            p.router.experts, layer.pitch, block, logit_sums(p.hidden), p.router.parts
+        )
         kernels.route.launch(-(-tokens // block), stream, p, shared=memory)
     if kernels.sort is not None:
         kernels.sort.launch(workers, stream, p, shared=sort_bytes(experts, p.chunk_slots))

@@ -81,9 +81,9 @@ WEAVE_FN void best_of_lane(const Team& team, const u32 (&key)[MOST], u32& best, 
 }
 
 // Reads the logits in c.score, each lane those of its own experts, and leaves the experts in c.chosen, the best first, and
-// their scores in c.score. bias(e): of the selection, where `biased`. MOST: at least the experts of a lane. All of the team
-// call, and see the result, which is the same bits for every team.
-template <u32 MOST, class Team, class Bias>
+// their scores in c.score. bias(e): of the selection, where `biased`. OF_WARP: at least the experts of a lane, were the team
+// one warp; MOST: of a lane of the team. All of the team call, and see the result, which is the same bits for every team.
+template <u32 OF_WARP, u32 MOST, class Team, class Bias>
 WEAVE_FN void choose_experts(const Team& team, const Routing& r, u32 experts, const Choice& c, bool biased, const Bias& bias) {
   const u32 lane = team.lane(), rank = team.rank(), step = team.size();
   u32 key[MOST], best, at;
@@ -109,7 +109,8 @@ WEAVE_FN void choose_experts(const Team& team, const Routing& r, u32 experts, co
     }
     team.sync();
     sum = 0;  // by each warp for itself, so that its order is the same for every team
-    for (u32 e = lane; e < experts; e += team.lanes()) sum += terms[e];
+    WEAVE_UNROLL
+    for (u32 i = 0; i < OF_WARP; ++i) sum += lane + i * team.lanes() < experts ? terms[lane + i * team.lanes()] : 0.f;
     sum = team.sum(sum);
   }
   WEAVE_UNROLL
@@ -161,12 +162,14 @@ WEAVE_FN void choose_experts(const Team& team, const Routing& r, u32 experts, co
   }
   team.sync();
   if (one) return;
+  constexpr u32 AT_ONCE = 8;
   const u32 with_experts = (experts + team.lanes() - 1) / team.lanes(), warps = with_experts < team.warps() ? with_experts : team.warps();
   for (u32 i = rank; i < warps * r.top_k; i += step) {
     const u64 mine = c.best[i];
     u32 better = 0;
-    WEAVE_UNROLL
-    for (u32 other = 0; other < warps * r.top_k; ++other) better += c.best[other] > mine;
+    for (u32 from = 0; from < warps * r.top_k; from += AT_ONCE)
+      WEAVE_UNROLL
+      for (u32 other = from; other < from + AT_ONCE; ++other) better += other < warps * r.top_k && c.best[other] > mine;
     if (mine && better < r.top_k) c.chosen[better] = NONE - (u32)mine;
   }
   team.sync();

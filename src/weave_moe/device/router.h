@@ -4,10 +4,11 @@
 // so a token's experts do not depend on the batch around it. Weights of fp32 are multiplied as three bf16 parts, which are
 // exact but for underflow; sums are fp32.
 //
-// Few tokens: units (16 rows of the router's weight x a block of tokens x a segment) are claimed by ticket and leave their
-// sums in memory; then tokens are claimed likewise, each by a block. What is left in memory is tagged words, so that whoever
-// needs one waits for that word alone, and for units and tokens of running blocks only. A single token every block routes
-// for itself, because that is sooner done than told.
+// Few tokens: units (16 rows of the router's weight x a block of tokens x a segment) leave their sums in memory; then tokens
+// are claimed by ticket, each by a block. What is left in memory is tagged words, so that whoever needs one waits for that
+// word alone. Each block begins with the units that its number gives it, because a ticket takes its time; what is missing
+// after a while belongs to a block that is not running, and then all units are claimed by ticket and done, some of them
+// again, which changes nothing. A single token every block routes for itself, because that is sooner done than told.
 // Many: a launch of its own, in which a block computes all logits of its tokens.
 #pragma once
 #include "config.h"
@@ -58,8 +59,7 @@ WEAVE_FN void x_parts(const uint4& v, int j, u32 (&parts)[3]) {
 // row l / 4 in sum[i][0], sum[i][1] and row l / 4 + 8 in the others.
 template <int BLOCKS>
 struct LogitTile {
-  // Steps whose operands are on their way: as many as registers allow, and a divisor of a segment's.
-  static constexpr int AHEAD = SPLIT_WEIGHT ? (BLOCKS == 1 ? 4 : 2) : BLOCKS == 1 ? 8 : 4, STEPS = SEGMENT / STEP;
+  static constexpr int STEPS = SEGMENT / STEP;
   struct Operands {  // of STEP columns
     uint4 w[2][WEIGHT_VECTORS], x[BLOCKS];
   };
@@ -123,6 +123,8 @@ struct LogitTile {
       }
       column += STEP;
     };
+    // Steps whose operands are on their way: as many as registers allow, and a divisor of a segment's.
+    constexpr int MOST = BLOCKS == 1 ? 8 : BLOCKS == 4 && PIPELINED ? 2 : 4, AHEAD = SPLIT_WEIGHT ? MOST / 2 : MOST;
     Operands ahead[AHEAD];
     const auto load_all = [&] {
 #pragma unroll
@@ -172,8 +174,8 @@ WEAVE_FN void finish_token(const Team& team, const Launch& p, const Choice& c, u
   const Router& r = p.router;
   if (r.bias)
     for (u32 e = team.rank(); e < r.experts; e += team.size()) c.score[e] += read_float(r.bias, r.bias_kind, e);
-  choose_experts<MOST>(team, r.routing, r.experts, c, r.selection_bias != nullptr,
-                       [&](u32 e) { return read_float(r.selection_bias, r.selection_kind, e); });
+  choose_experts<WEAVE_ROUTER_KEYS, MOST>(team, r.routing, r.experts, c, r.selection_bias != nullptr,
+                                          [&](u32 e) { return read_float(r.selection_bias, r.selection_kind, e); });
   if (team.warp() != 0) return;
   weigh_choice(team, r.routing, c);
   const u32 lane = team.lane(), top_k = r.routing.top_k;
@@ -195,18 +197,16 @@ WEAVE_FN void finish_token(const Team& team, const Launch& p, const Choice& c, u
 #if !WEAVE_MANY
 // What is to be done, for `tokens` valid tokens.
 struct RouterWork {
-  u32 tokens, block_tokens, blocks, row_blocks, segments, units, units_each, tokens_each;
+  u32 tokens, block_tokens, blocks, row_blocks, segments, units;
+  u32 units_each;  // that a block does at a time
   WEAVE_FN RouterWork(const Launch& p, u32 tokens) : tokens(tokens) {
     block_tokens = tokens <= 64 ? 8 : 32;
     blocks = div_up(tokens, block_tokens);
     row_blocks = div_up(p.router.rows, ROUTER_ROWS);
     segments = router_segments(p);
     units = blocks * row_blocks * segments;
-    units_each = each(units), tokens_each = each(tokens);
-  }
-  static WEAVE_FN u32 each(u32 all) {  // of a ticket: no more than there are warps, and spread over all SMs
-    const u32 fair = div_up(all, gridDim.x);
-    return fair < 1 ? 1 : fair < (u32)WARPS ? fair : (u32)WARPS;
+    const u32 fair = div_up(units, gridDim.x);  // spread over all SMs, and no more than there are warps
+    units_each = fair < 1 ? 1 : fair < (u32)WARPS ? fair : (u32)WARPS;
   }
 };
 
@@ -236,6 +236,18 @@ WEAVE_FN void run_unit(const Launch& p, const RouterWork& work, u32 first_row, u
   });
 }
 
+// The units of a block, or of a ticket: one for each of its first warps.
+WEAVE_FN void run_units(const Launch& p, const RouterWork& work, u32 part, u32 tag) {
+  const u32 warp = threadIdx.x >> 5, unit = part * work.units_each + warp;
+  if (warp >= work.units_each || unit >= work.units) return;
+  const u32 per_block = work.row_blocks * work.segments, block = unit / per_block, rest = unit - block * per_block;
+  const u32 segment = rest / work.row_blocks, row = (rest - segment * work.row_blocks) * ROUTER_ROWS;
+  if (work.block_tokens == 8)
+    run_unit<1>(p, work, row, block * 8, segment, tag);
+  else
+    run_unit<4>(p, work, row, block * 32, segment, tag);
+}
+
 // Tickets for the whole block. The next one is asked for when the work of this one is nearly done: sooner, and a block that
 // came early would hold two while another has none.
 struct BlockTickets {
@@ -254,11 +266,13 @@ struct BlockTickets {
 };
 struct RouterTickets {
   BlockTickets units, tokens;
-  WEAVE_FN RouterTickets(const Launch& p) : units{&p.router.state->units}, tokens{&p.router.state->tokens} { units.ask(), tokens.ask(); }
+  WEAVE_FN RouterTickets(const Launch& p) : units{&p.router.state->units}, tokens{&p.router.state->tokens} { tokens.ask(); }
 };
 
-// The logits of a token into c.score and *gate, each by the thread that owns it in a team of the block; false: given up.
-WEAVE_FN bool collect_logits(const BlockTeam& team, const Launch& p, const RouterWork& work, const Choice& c, u32 token, u32 tag, float* gate) {
+// The logits of a token into c.score and *gate, each by the thread that owns it in a team of the block; false: not all of
+// them have come after so many polls, or this wait has failed.
+WEAVE_FN bool collect_logits(const BlockTeam& team, const Launch& p, const RouterWork& work, const Choice& c, u32 token, u32 tag, float* gate,
+                             u32 patience) {
   const Router& r = p.router;
   bool ok = true;
   if (ROUTER >= ROUTER_SAME) {
@@ -280,7 +294,7 @@ WEAVE_FN bool collect_logits(const BlockTeam& team, const Launch& p, const Route
 #pragma unroll
           for (u32 i = 0; i < AT_ONCE; ++i) there = there && has_tag(v[i], tag);
           if (there || !ok) break;
-          ok = keep_waiting(p.shared, polls, PLAN_TIMEOUT);
+          ok = polls < patience && keep_waiting(p.shared, polls, PLAN_TIMEOUT);
         }
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; ++i) sum += float_of((u32)v[i]);
@@ -302,42 +316,43 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
   const Router& r = p.router;
   const RouterWork work(p, table.tokens);
   const BlockTeam team(0, WARPS, 1);
-  const u32 warp = team.warp(), tag = load_relaxed(&p.shared.control->epoch) + 1;
-  if (ROUTER >= ROUTER_SAME) {
-    for (;;) {
-      const u32 ticket = tickets.units.take(b.s), unit = ticket * work.units_each + warp;
-      if (ticket * work.units_each >= work.units) break;
-      if (warp < work.units_each && unit < work.units) {
-        const u32 per_block = work.row_blocks * work.segments, block = unit / per_block, rest = unit - block * per_block;
-        const u32 segment = rest / work.row_blocks, row = (rest - segment * work.row_blocks) * ROUTER_ROWS;
-        if (work.block_tokens == 8)
-          run_unit<1>(p, work, row, block * 8, segment, tag);
-        else
-          run_unit<4>(p, work, row, block * 32, segment, tag);
-      }
-      tickets.units.ask();
-    }
-  }
+  const u32 tag = load_relaxed(&p.shared.control->epoch) + 1;
   const bool alone = work.tokens <= 1;
   table.words = alone ? own : r.slots;
   table.tag = tag;
   table.refused = &b.s.refused;
   const Choice c = team_choice_at((u32*)scratch, r.experts);
   float* gate = (float*)scratch + team_choice_words(r.experts);
-  bool ok = true;
-  for (;;) {
-    const u32 token = alone ? 0 : tickets.tokens.take(b.s);
-    if (token >= work.tokens) break;
-    // What was given up is chosen from what there is: all threads meet, and the launch has failed anyway.
-    ok = collect_logits(team, p, work, c, token, tag, gate) && ok;
-    tickets.tokens.ask();
-    u64* slots = (u64*)table.words + 2 * (u64)token * p.top_k;
-    constexpr u32 MOST = (WEAVE_ROUTER_KEYS + WARPS - 1) / WARPS;
-    finish_token<MOST>(team, p, c, token, r.gate ? gate : nullptr, !alone || blockIdx.x == 0, [&](u32 slot, u32 e, float weight) {
-      store_relaxed(slots + 2 * slot, tagged(e, tag));
-      store_relaxed(slots + 2 * slot + 1, tagged(bits_of(weight), tag));
-    });
-    if (alone) break;
+  bool ok = true, waited = true;
+  u32 token = NONE;
+  // claim: of units, all of which are done again.
+  for (bool claim = false; waited; claim = true) {
+    const auto next_units = [&](u32 by_number) {
+      if (!claim) return by_number;
+      tickets.units.ask();
+      return tickets.units.take(b.s);
+    };
+    if (ROUTER >= ROUTER_SAME)
+      for (u32 part = next_units(blockIdx.x); part * work.units_each < work.units; part = next_units(part + gridDim.x))
+        run_units(p, work, part, tag);
+    for (waited = false;;) {
+      if (token == NONE) token = alone ? 0 : tickets.tokens.take(b.s);
+      if (token >= work.tokens) break;
+      constexpr u32 PATIENCE = 12;  // polls of a microsecond or less: longer than blocks start apart
+      const bool all = __syncthreads_and(collect_logits(team, p, work, c, token, tag, gate, claim ? ~0u : PATIENCE));
+      waited = !all && !claim;
+      if (waited) break;
+      ok = ok && all;  // what is given up is chosen from what there is: all threads meet, and the launch has failed anyway
+      tickets.tokens.ask();
+      u64* slots = (u64*)table.words + 2 * (u64)token * p.top_k;
+      constexpr u32 MOST = (WEAVE_ROUTER_KEYS + WARPS - 1) / WARPS;
+      finish_token<MOST>(team, p, c, token, r.gate ? gate : nullptr, !alone || blockIdx.x == 0, [&](u32 slot, u32 e, float weight) {
+        store_relaxed(slots + 2 * slot, tagged(e, tag));
+        store_relaxed(slots + 2 * slot + 1, tagged(bits_of(weight), tag));
+      });
+      if (alone) break;
+      token = NONE;
+    }
   }
   fence_async_proxy_shared();  // the scratch was written plainly, and TMA will write there
   return __syncthreads_and(ok);
@@ -351,44 +366,64 @@ WEAVE_FN void reset_router(const Launch& p) {
 #endif
 
 #if WEAVE_MANY && WEAVE_ROUTER
-constexpr u32 ROUTE_WARPS = 8;
+constexpr u32 ROUTE_WARPS = 12;
 
+// Words of shared memory of a token: its logits; where these are given, they follow what is multiplied nevertheless.
+WEAVE_FN u32 route_pitch(const Router& r) { return (r.rows + (r.logits ? r.experts : 0) + 3) & ~3u; }
+
+// A warp takes 16 rows and one of `parts` ranges of segments. The first range is summed as it comes; the others' segments,
+// which are to be added after it and in order, are kept: [segments behind the first range][block_tokens][pitch] `later`.
 template <int BLOCKS>
-WEAVE_FN void all_logits(const Launch& p, u32 first_token, u32 tokens, float* logits) {
-  const u32 warp = threadIdx.x >> 5, rows4 = router_rows4(p), segments = router_segments(p);
-  for (u32 row = warp * ROUTER_ROWS; row < p.router.rows; row += ROUTE_WARPS * ROUTER_ROWS) {
+WEAVE_FN void all_logits(const Launch& p, u32 first_token, u32 tokens, float* logits, float* later) {
+  const Router& r = p.router;
+  const u32 warp = threadIdx.x >> 5, pitch = route_pitch(r), segments = router_segments(p), first_end = segments / r.parts;
+  const u32 row_blocks = div_up(r.rows, ROUTER_ROWS);
+  for (u32 item = warp; item < row_blocks * r.parts; item += ROUTE_WARPS) {
+    const u32 range = item / row_blocks, row = (item - range * row_blocks) * ROUTER_ROWS;
+    const u32 begin = range * segments / r.parts, end = (range + 1) * segments / r.parts;
     LogitTile<BLOCKS> tile, part;
     tile.clear();
-    part.template run<true>(p, row, first_token, tokens, 0, segments, [&](u32) { tile.add(part); });
-    tile.each(p, row, first_token, tokens, [&](u32 token, u32 r, float v) { logits[(token - first_token) * rows4 + r] = v; });
+    part.template run<true>(p, row, first_token, tokens, begin, end, [&](u32 segment) {
+      if (range == 0) return tile.add(part);
+      float* to = later + (segment - first_end) * r.block_tokens * pitch;
+      part.each(p, row, first_token, tokens, [&](u32 token, u32 row, float v) { to[(token - first_token) * pitch + row] = v; });
+    });
+    if (range == 0)
+      tile.each(p, row, first_token, tokens, [&](u32 token, u32 row, float v) { logits[(token - first_token) * pitch + row] = v; });
   }
 }
 
-// Dynamic shared memory: logits [block_tokens][rows rounded up to 4], then a choice for each warp.
+// Dynamic shared memory: logits [block_tokens][pitch], which become scores; later sums; for each warp the rest of a choice.
 extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32) weave_route(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) float route_words[];
   launch_dependents_may_start();
   wait_for_previous_launch();
   const Router& r = p.router;
   const SlotTable table(p);
-  const u32 warp = threadIdx.x >> 5, first = blockIdx.x * r.block_tokens, rows4 = router_rows4(p);
+  const u32 warp = threadIdx.x >> 5, first = blockIdx.x * r.block_tokens, pitch = route_pitch(r);
+  const u32 segments = router_segments(p), kept = segments - segments / r.parts;
+  float* later = route_words + r.block_tokens * pitch;
   if (first >= table.tokens) return;
   if (ROUTER >= ROUTER_SAME) {
     if (r.block_tokens == 16)
-      all_logits<2>(p, first, table.tokens, route_words);
+      all_logits<2>(p, first, table.tokens, route_words, later);
     else
-      all_logits<4>(p, first, table.tokens, route_words);
+      all_logits<4>(p, first, table.tokens, route_words, later);
   }
   __syncthreads();
   const WarpLanes lanes;
-  const Choice c = choice_at((u32*)(route_words + r.block_tokens * rows4) + warp * choice_words(r.experts), r.experts);
+  const u32 words = choice_words(r.experts) - r.experts;  // scores lie elsewhere
+  Choice c = choice_at((u32*)(later + kept * r.block_tokens * pitch) + warp * words - r.experts, r.experts);
   const u32 end = first + r.block_tokens < table.tokens ? first + r.block_tokens : table.tokens;
   for (u32 token = first + warp; token < end; token += ROUTE_WARPS) {
-    const float* logits = route_words + (token - first) * rows4;
-    if (r.logits)
-      given_logits(lanes, p, c, token);
-    else
-      for (u32 e = lanes.lane(); e < r.experts; e += 32) c.score[e] = logits[e];
+    float* logits = route_words + (token - first) * pitch;
+    c.score = logits + (r.logits ? r.rows : 0);
+    for (u32 row = lanes.lane(); row < r.rows && kept; row += 32) {
+      float sum = logits[row];
+      for (u32 i = 0; i < kept; ++i) sum += later[(i * r.block_tokens + token - first) * pitch + row];
+      logits[row] = sum;
+    }
+    if (r.logits) given_logits(lanes, p, c, token);
     __syncwarp();
     finish_token<WEAVE_ROUTER_KEYS>(lanes, p, c, token, r.gate ? logits + r.rows - 1 : nullptr, true, [&](u32 slot, u32 e, float weight) {
       r.ids[(u64)token * p.top_k + slot] = e;

@@ -33,7 +33,7 @@ struct Serial {
   WEAVE_FN u64 from(bool mine, u64 v) const { return mine ? v : 0; } // the value of a lane for which `mine` holds
   WEAVE_FN u32 first(u32 v) const { return v; }                      // lane 0's value
   WEAVE_FN u32 largest(u32 v) const { return v; }                    // over the warp
-  WEAVE_FN u32 best(u32 key, u32 at) const { return key ? at : NONE; } // `at` of the largest key, the lowest of equals
+  WEAVE_FN u32 best(u32 key, u32 at) const { return key ? at : NONE; } // `at` of the largest key above 0, the lowest of equals
   WEAVE_FN float sum(float v) const { return v; }                    // over the warp
   WEAVE_FN u32 team_largest(u32 v, u32*) const { return v; }         // over the team; scratch as above
 };
@@ -84,7 +84,9 @@ struct WarpLanes {
   WEAVE_FN u32 first(u32 v) const { return __shfl_sync(~0u, v, 0); }
   WEAVE_FN u32 largest(u32 v) const { return __reduce_max_sync(~0u, v); }
   WEAVE_FN u32 best(u32 key, u32 at) const {
-    const u32 most = __reduce_max_sync(~0u, key);
+    const u32 most = __reduce_max_sync(~0u, key), who = __ballot_sync(~0u, key == most);
+    if (most == 0) return NONE;
+    if (__popc(who) == 1) return __shfl_sync(~0u, at, __ffs(who) - 1);  // nearly always
     return __reduce_min_sync(~0u, key == most ? at : NONE);
   }
   WEAVE_FN float sum(float v) const {
