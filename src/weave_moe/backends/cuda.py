@@ -28,6 +28,7 @@ from ..runtime.kernel import (
     COMBINE_WARPS,
     ERRORS,
     PIECE,
+    ROUTE_WARPS,
     KernelConfig,
     Kernels,
     Launch,
@@ -374,7 +375,7 @@ class _Layer:
         r.renormalize, r.scale = int(routing.renormalize), routing.scaling_factor
         r.groups, r.kept_groups = routing.num_groups, routing.topk_groups
         r.experts, r.rows = experts, self.rows
-        r.block_tokens = 16 if tokens <= 2048 else 32
+        r.block_tokens = 32 if tokens > 2048 else 16 if tokens > 12 * 128 else ROUTE_WARPS
         sums = logit_sums(p.hidden)
         r.parts = route_parts(experts, self.rows, self.pitch, r.block_tokens, sums)
         # What the launches after the router take the slots from.

@@ -127,7 +127,7 @@ struct Router {
   Routing routing;
   u32 experts, rows;           // rows: of weight, and gate's
   u32 logits_kind, bias_kind, selection_kind;  // 0 fp32, 1 bf16, 2 fp16
-  u32 block_tokens;            // many tokens: of a block, 16 or 32
+  u32 block_tokens;            // many tokens: of a block, up to 16, or 32
   u32 parts;                   // many tokens: ranges of columns that warps of a block share
 };
 

@@ -101,9 +101,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Every block computes the same plan: cheaper than handing one over, and nothing to wait for.
     char* at = (char*)(&s + 1);
 #if WEAVE_ROUTER && !WEAVE_MANY
-    if (threadIdx.x == WEIGHT_WARP * 32) refuse();
-    __syncthreads();
-    if (!s.refused && !route(b, table, memory, (u64*)at, tickets)) {
+    const auto may_go_on = [&] {
+      if (threadIdx.x == WEIGHT_WARP * 32) refuse();
+      __syncthreads();
+      return !s.refused;
+    };
+    if (!route(b, table, memory, (u64*)at, tickets, may_go_on)) {
       b.abort(PLAN_TIMEOUT);
       s.refused = 1;
     }

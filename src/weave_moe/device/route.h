@@ -19,7 +19,7 @@ struct Routing {
 // Memory of one token's choice, seen by all of the team.
 struct Choice {
   float* score;   // [experts] logits, then scores
-  u32* key;       // [experts] sums are made from it, then the keys of groups
+  u32* key;       // [experts, of a team rounded up to 32] sums are made from it, then keys
   u32* group;     // [MAX_EXPERT_GROUPS] their keys
   u32* chosen;    // [MAX_TOP_K]
   float* picked;  // [MAX_TOP_K] what the chosen ones weigh before they are scaled; 0 behind them
@@ -34,10 +34,10 @@ WEAVE_FN Choice choice_at(u32* words, u32 experts) {
   return {(float*)words, words + experts, group, chosen, (float*)chosen + MAX_TOP_K};
 }
 // The same for a team of up to MAX_WARPS warps; words: aligned to 8 bytes.
-WEAVE_FN u32 team_choice_words(u32 experts) { return (2 * MAX_TOP_K + 1) * MAX_WARPS + choice_words(experts); }
+WEAVE_FN u32 team_choice_words(u32 experts) { return (2 * MAX_TOP_K + 1) * MAX_WARPS + choice_words((experts + 31) & ~31u); }
 WEAVE_FN Choice team_choice_at(u32* words, u32 experts) {
   u32* scratch = words + 2 * MAX_TOP_K * MAX_WARPS;
-  Choice c = choice_at(scratch + MAX_WARPS, experts);
+  Choice c = choice_at(scratch + MAX_WARPS, (experts + 31) & ~31u);
   c.best = (u64*)words, c.scratch = scratch;
   return c;
 }
@@ -78,6 +78,27 @@ WEAVE_FN void best_of_lane(const Team& team, const u32 (&key)[MOST], u32& best, 
   WEAVE_UNROLL
   for (u32 i = 0; i < MOST; ++i)
     if (key[i] > best) best = key[i], at = team.rank() + i * team.size();
+}
+
+// How many keys are better than `mine`, of expert e, by a team with a lane for each: all at once, where one after the other
+// takes the time of as many exchanges. Keys lie in words aligned to 16 bytes, behind the last one zeros up to 32.
+struct alignas(16) FourKeys {
+  u32 key[4];
+};
+WEAVE_FN u32 better_keys(const u32* keys, u32 experts, u32 mine, u32 e) {
+  u32 better = 0;
+  for (u32 from = 0; from < experts; from += 32) {
+    // Of equal keys the lower expert is the better.
+    const bool other_warp = from / 32 != e / 32;
+    const u32 above = mine - (other_warp && from < e);
+    WEAVE_UNROLL
+    for (u32 i = 0; i < 32; i += 4) {
+      const FourKeys four = *(const FourKeys*)(keys + from + i);
+      WEAVE_UNROLL
+      for (u32 j = 0; j < 4; ++j) better += four.key[j] > (other_warp ? above : mine - (from + i + j < e));
+    }
+  }
+  return better;
 }
 
 // Reads the logits in c.score, each lane those of its own experts, and leaves the experts in c.chosen, the best first, and
@@ -141,6 +162,18 @@ WEAVE_FN void choose_experts(const Team& team, const Routing& r, u32 experts, co
       for (u32 g = 0; g < r.groups; ++g) better += c.group[g] > c.group[mine] || (c.group[g] == c.group[mine] && g < mine);
       if (better >= r.kept_groups) key[i] = DROPPED;
     }
+  }
+  if constexpr (MOST == 1 && OF_WARP > 1 && OF_WARP <= 8) {
+    // Few experts and a lane for each: a key counts those above it.
+    if (r.groups > 1 || r.scoring == SOFTMAX) team.sync();  // what lay there has been read
+    if (rank < (experts + 31) / 32 * 32) c.key[rank] = key[0];
+    team.sync();
+    if (rank < experts) {
+      const u32 better = better_keys(c.key, experts, key[0], rank);
+      if (better < r.top_k) c.chosen[better] = rank;
+    }
+    team.sync();
+    return;
   }
   // The best of each warp; of several warps then the best of these.
   const bool one = team.warps() == 1;

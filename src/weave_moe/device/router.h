@@ -311,7 +311,9 @@ WEAVE_FN bool collect_logits(const BlockTeam& team, const Launch& p, const Route
 
 // All threads of the block. Afterwards `table` knows every slot, or waits for it; false: given up. own: OWN_BYTES.
 // `scratch`: memory of the ring.
-WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, RouterTickets& tickets) {
+// may_go_on(): whether the launch is not to be refused; asked by all threads while units are on their way.
+template <class MayGoOn>
+WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, RouterTickets& tickets, const MayGoOn& may_go_on) {
   const Launch& p = b.p;
   const Router& r = p.router;
   const RouterWork work(p, table.tokens);
@@ -335,6 +337,7 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
     if (ROUTER >= ROUTER_SAME)
       for (u32 part = next_units(blockIdx.x); part * work.units_each < work.units; part = next_units(part + gridDim.x))
         run_units(p, work, part, tag);
+    if (!claim && !may_go_on()) return true;
     for (waited = false;;) {
       if (token == NONE) token = alone ? 0 : tickets.tokens.take(b.s);
       if (token >= work.tokens) break;
@@ -374,7 +377,7 @@ WEAVE_FN u32 route_pitch(const Router& r) { return (r.rows + (r.logits ? r.exper
 // A warp takes 16 rows and one of `parts` ranges of segments. The first range is summed as it comes; the others' segments,
 // which are to be added after it and in order, are kept: [segments behind the first range][block_tokens][pitch] `later`.
 template <int BLOCKS>
-WEAVE_FN void all_logits(const Launch& p, u32 first_token, u32 tokens, float* logits, float* later) {
+WEAVE_FN void all_logits(const Launch& p, u32 first_token, u32 end_token, float* logits, float* later) {
   const Router& r = p.router;
   const u32 warp = threadIdx.x >> 5, pitch = route_pitch(r), segments = router_segments(p), first_end = segments / r.parts;
   const u32 row_blocks = div_up(r.rows, ROUTER_ROWS);
@@ -383,13 +386,13 @@ WEAVE_FN void all_logits(const Launch& p, u32 first_token, u32 tokens, float* lo
     const u32 begin = range * segments / r.parts, end = (range + 1) * segments / r.parts;
     LogitTile<BLOCKS> tile, part;
     tile.clear();
-    part.template run<true>(p, row, first_token, tokens, begin, end, [&](u32 segment) {
+    part.template run<true>(p, row, first_token, end_token, begin, end, [&](u32 segment) {
       if (range == 0) return tile.add(part);
       float* to = later + (segment - first_end) * r.block_tokens * pitch;
-      part.each(p, row, first_token, tokens, [&](u32 token, u32 row, float v) { to[(token - first_token) * pitch + row] = v; });
+      part.each(p, row, first_token, end_token, [&](u32 token, u32 row, float v) { to[(token - first_token) * pitch + row] = v; });
     });
     if (range == 0)
-      tile.each(p, row, first_token, tokens, [&](u32 token, u32 row, float v) { logits[(token - first_token) * pitch + row] = v; });
+      tile.each(p, row, first_token, end_token, [&](u32 token, u32 row, float v) { logits[(token - first_token) * pitch + row] = v; });
   }
 }
 
@@ -404,17 +407,17 @@ extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32) weave_route(const
   const u32 segments = router_segments(p), kept = segments - segments / r.parts;
   float* later = route_words + r.block_tokens * pitch;
   if (first >= table.tokens) return;
+  const u32 end = first + r.block_tokens < table.tokens ? first + r.block_tokens : table.tokens;
   if (ROUTER >= ROUTER_SAME) {
-    if (r.block_tokens == 16)
-      all_logits<2>(p, first, table.tokens, route_words, later);
+    if (r.block_tokens <= 16)
+      all_logits<2>(p, first, end, route_words, later);
     else
-      all_logits<4>(p, first, table.tokens, route_words, later);
+      all_logits<4>(p, first, end, route_words, later);
   }
   __syncthreads();
   const WarpLanes lanes;
   const u32 words = choice_words(r.experts) - r.experts;  // scores lie elsewhere
   Choice c = choice_at((u32*)(later + kept * r.block_tokens * pitch) + warp * words - r.experts, r.experts);
-  const u32 end = first + r.block_tokens < table.tokens ? first + r.block_tokens : table.tokens;
   for (u32 token = first + warp; token < end; token += ROUTE_WARPS) {
     float* logits = route_words + (token - first) * pitch;
     c.score = logits + (r.logits ? r.rows : 0);

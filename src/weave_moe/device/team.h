@@ -84,9 +84,7 @@ struct WarpLanes {
   WEAVE_FN u32 first(u32 v) const { return __shfl_sync(~0u, v, 0); }
   WEAVE_FN u32 largest(u32 v) const { return __reduce_max_sync(~0u, v); }
   WEAVE_FN u32 best(u32 key, u32 at) const {
-    const u32 most = __reduce_max_sync(~0u, key), who = __ballot_sync(~0u, key == most);
-    if (most == 0) return NONE;
-    if (__popc(who) == 1) return __shfl_sync(~0u, at, __ffs(who) - 1);  // nearly always
+    const u32 most = __reduce_max_sync(~0u, key);
     return __reduce_min_sync(~0u, key == most ? at : NONE);
   }
   WEAVE_FN float sum(float v) const {
