@@ -76,8 +76,8 @@ def used(plan: KernelPlan, sizes: Sizes) -> int:
     bytes_ = CONTROL_BYTES + plan.ring_bytes
     if plan.many:
         return bytes_ + STAGING_BYTES
-    # device/experts.cu: slots that a block routes for itself, a token a warp, then its plan.
-    own = plan.threads // 32 * MAX_SLOTS * (4 + 4) if sizes.router else 0
+    # device/experts.cu: slots of a token that a block routes for itself, then its plan.
+    own = MAX_SLOTS * (8 + 8) if sizes.router else 0
     return bytes_ + own + local_plan_bytes(sizes.slots, sizes.all_experts, plan.width_cap)
 
 

@@ -175,12 +175,12 @@ class Buffers:
         self._streams.setdefault(stream.cuda_stream, stream)
         rows_zeroed = not self._captured
         if self.counters.numel() < needs.counters or self.tagged.numel() < needs.tagged:
-            sizes = [
+            counters, tagged = (
                 -(-max(old.numel(), new) // 256) * 256
                 for old, new in ((self.counters, needs.counters), (self.tagged, needs.tagged))
-            ]
-            self._renew("_zeroed", sum(sizes), zeroed=True)
-            self.counters, self.tagged = self._zeroed.split(sizes)
+            )
+            self._renew("_zeroed", counters + tagged, zeroed=True)
+            self.counters, self.tagged = self._zeroed[:counters], self._zeroed[counters:]
         self._grow("h", needs.h_bytes, zeroed=rows_zeroed)
         self._grow("gathered", needs.gathered_bytes, zeroed=rows_zeroed)
         self._grow("rows", needs.row_bytes)

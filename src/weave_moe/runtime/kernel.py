@@ -262,7 +262,7 @@ class KernelConfig:
             scale_x,
             trace,
             router,
-            next(keys for keys in (4, 8, 16, 32) if 32 * keys >= router_experts),
+            next(n for n in (4, 8, 16, 32) if router == "none" or 32 * n >= router_experts),
             shared_intermediate > 0,
             packed(hidden),
             packed(intermediate, shared_intermediate),
