@@ -89,6 +89,11 @@ WEAVE_FN u64 cas_relaxed(u64* p, u64 expected, u64 desired) {
   return old;
 }
 WEAVE_FN void pause(u32) { __nanosleep(32); }
+// The value, for what must not be moved to where it would be waited for earlier.
+WEAVE_FN u32 not_earlier(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 
 #else
 
@@ -113,6 +118,7 @@ WEAVE_FN u64 cas_relaxed(u64* p, u64 expected, u64 desired) {
   __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
+WEAVE_FN u32 not_earlier(u32 v) { return v; }
 // Workers may outnumber cores many times over, so a waiting thread first yields and then sleeps.
 WEAVE_FN void pause(u32 iteration) {
   if (iteration < 256)

@@ -81,22 +81,28 @@ WEAVE_FN void best_of_lane(const Team& team, const u32 (&key)[MOST], u32& best, 
 }
 
 // How many keys are better than `mine`, of expert e, by a team with a lane for each: all at once, where one after the other
-// takes the time of as many exchanges. Keys lie in words aligned to 16 bytes, behind the last one zeros up to 32.
+// takes the time of as many exchanges. Of equal keys the lower expert is the better. Keys lie in words aligned to 16 bytes,
+// behind the last one zeros up to 32.
 struct alignas(16) FourKeys {
   u32 key[4];
 };
-WEAVE_FN u32 better_keys(const u32* keys, u32 experts, u32 mine, u32 e) {
-  u32 better = 0;
-  for (u32 from = 0; from < experts; from += 32) {
-    // Of equal keys the lower expert is the better.
-    const bool other_warp = from / 32 != e / 32;
-    const u32 above = mine - (other_warp && from < e);
+template <class Threshold>
+WEAVE_FN u32 keys_above(const u32* keys, const Threshold& threshold) {
+  u32 above = 0;
+  WEAVE_UNROLL
+  for (u32 i = 0; i < 32; i += 4) {
+    const FourKeys four = *(const FourKeys*)(keys + i);
     WEAVE_UNROLL
-    for (u32 i = 0; i < 32; i += 4) {
-      const FourKeys four = *(const FourKeys*)(keys + from + i);
-      WEAVE_UNROLL
-      for (u32 j = 0; j < 4; ++j) better += four.key[j] > (other_warp ? above : mine - (from + i + j < e));
-    }
+    for (u32 j = 0; j < 4; ++j) above += four.key[j] > threshold(i + j);
+  }
+  return above;
+}
+WEAVE_FN u32 better_keys(const u32* keys, u32 experts, u32 mine, u32 e) {
+  const u32 own = e & ~31u;
+  u32 better = keys_above(keys + own, [&](u32 i) { return mine - (own + i < e); });
+  for (u32 from = 0; from < experts; from += 32) {
+    const u32 threshold = mine - (from < own);
+    if (from != own) better += keys_above(keys + from, [&](u32) { return threshold; });
   }
   return better;
 }

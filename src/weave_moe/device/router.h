@@ -225,11 +225,15 @@ WEAVE_FN void prefetch_router(const Launch& p) {
   }
 }
 
+// What a launch's words carry: its number, from 1 on.
+WEAVE_FN u32 tag_of(u32 epoch) { return epoch + 1; }
+
 template <int BLOCKS>
-WEAVE_FN void run_unit(const Launch& p, const RouterWork& work, u32 first_row, u32 first_token, u32 segment, u32 tag) {
+WEAVE_FN void run_unit(const Launch& p, const RouterWork& work, u32 first_row, u32 first_token, u32 segment, u32 epoch) {
   LogitTile<BLOCKS> tile;
   const u32 rows4 = router_rows4(p);
   tile.template run<false>(p, first_row, first_token, work.tokens, segment, segment + 1, [&](u32) {
+    const u32 tag = tag_of(not_earlier(epoch));
     tile.each(p, first_row, first_token, work.tokens, [&](u32 token, u32 row, float v) {
       store_relaxed(p.router.partial + ((u64)token * work.segments + segment) * rows4 + row, tagged(bits_of(v), tag));
     });
@@ -237,15 +241,15 @@ WEAVE_FN void run_unit(const Launch& p, const RouterWork& work, u32 first_row, u
 }
 
 // The units of a block, or of a ticket: one for each of its first warps.
-WEAVE_FN void run_units(const Launch& p, const RouterWork& work, u32 part, u32 tag) {
+WEAVE_FN void run_units(const Launch& p, const RouterWork& work, u32 part, u32 epoch) {
   const u32 warp = threadIdx.x >> 5, unit = part * work.units_each + warp;
   if (warp >= work.units_each || unit >= work.units) return;
   const u32 per_block = work.row_blocks * work.segments, block = unit / per_block, rest = unit - block * per_block;
   const u32 segment = rest / work.row_blocks, row = (rest - segment * work.row_blocks) * ROUTER_ROWS;
   if (work.block_tokens == 8)
-    run_unit<1>(p, work, row, block * 8, segment, tag);
+    run_unit<1>(p, work, row, block * 8, segment, epoch);
   else
-    run_unit<4>(p, work, row, block * 32, segment, tag);
+    run_unit<4>(p, work, row, block * 32, segment, epoch);
 }
 
 // Tickets for the whole block. The next one is asked for when the work of this one is nearly done: sooner, and a block that
@@ -318,11 +322,8 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
   const Router& r = p.router;
   const RouterWork work(p, table.tokens);
   const BlockTeam team(0, WARPS, 1);
-  const u32 tag = load_relaxed(&p.shared.control->epoch) + 1;
+  const u32 epoch = load_relaxed(&p.shared.control->epoch);  // waited for when the first sums are there
   const bool alone = work.tokens <= 1;
-  table.words = alone ? own : r.slots;
-  table.tag = tag;
-  table.refused = &b.s.refused;
   const Choice c = team_choice_at((u32*)scratch, r.experts);
   float* gate = (float*)scratch + team_choice_words(r.experts);
   bool ok = true, waited = true;
@@ -336,8 +337,9 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
     };
     if (ROUTER >= ROUTER_SAME)
       for (u32 part = next_units(blockIdx.x); part * work.units_each < work.units; part = next_units(part + gridDim.x))
-        run_units(p, work, part, tag);
+        run_units(p, work, part, epoch);
     if (!claim && !may_go_on()) return true;
+    const u32 tag = tag_of(not_earlier(epoch));
     for (waited = false;;) {
       if (token == NONE) token = alone ? 0 : tickets.tokens.take(b.s);
       if (token >= work.tokens) break;
@@ -347,7 +349,7 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
       if (waited) break;
       ok = ok && all;  // what is given up is chosen from what there is: all threads meet, and the launch has failed anyway
       tickets.tokens.ask();
-      u64* slots = (u64*)table.words + 2 * (u64)token * p.top_k;
+      u64* slots = (alone ? own : r.slots) + 2 * (u64)token * p.top_k;
       constexpr u32 MOST = (WEAVE_ROUTER_KEYS + WARPS - 1) / WARPS;
       finish_token<MOST>(team, p, c, token, r.gate ? gate : nullptr, !alone || blockIdx.x == 0, [&](u32 slot, u32 e, float weight) {
         store_relaxed(slots + 2 * slot, tagged(e, tag));
@@ -357,6 +359,9 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
       token = NONE;
     }
   }
+  table.words = alone ? own : r.slots;
+  table.tag = tag_of(epoch);
+  table.refused = &b.s.refused;
   fence_async_proxy_shared();  // the scratch was written plainly, and TMA will write there
   return __syncthreads_and(ok);
 }
