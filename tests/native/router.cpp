@@ -68,7 +68,7 @@ const Meeting& meet(Meeting& m, unsigned place, unsigned kind, std::initializer_
   }
   return m;
 }
-enum Kind { SYNC, SHUFFLE, VOTE, BEST, ADD, MULTIPLY, READ };
+enum Kind { SYNC, SHUFFLE, VOTE, BEST, MATCH, ADD, MULTIPLY, READ };
 Meeting& my_warp() { return warps[now->block * (threads_of_block / 32) + now->thread / 32]; }
 Meeting& my_block() { return blocks[now->block]; }
 // What was brought must stay until all have read it.
@@ -269,6 +269,14 @@ struct WarpLanes {
   u32 warps() const { return 1; }
   u32 rank() const { return lane(); }
   u32 size() const { return 32; }
+  u32 lanes_below() const { return (1u << lane()) - 1; }
+  u32 match(u32 v) const {
+    const emulated::Meeting& m = emulated::in_warp(emulated::MATCH, {v});
+    u32 same = 0;
+    for (u32 i = 0; i < 32; ++i) same |= (u32)(m.words[0][i] == v) << i;
+    emulated::read_by_warp();
+    return same;
+  }
   void sync_warp() const { __syncwarp(); }
   void sync() const { __syncwarp(); }
   u32 team_largest(u32 v, u32*) const { return largest(v); }

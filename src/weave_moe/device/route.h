@@ -80,29 +80,23 @@ WEAVE_FN void best_of_lane(const Team& team, const u32 (&key)[MOST], u32& best, 
     if (key[i] > best) best = key[i], at = team.rank() + i * team.size();
 }
 
-// How many keys are better than `mine`, of expert e, by a team with a lane for each: all at once, where one after the other
-// takes the time of as many exchanges. Of equal keys the lower expert is the better. Keys lie in words aligned to 16 bytes,
-// behind the last one zeros up to 32.
+// How many keys are better than that of expert `rank`, by a team with a lane for each: all at once, where one after the
+// other takes the time of as many exchanges. Of equal keys the lower expert is the better. keys: words aligned to 16 bytes,
+// behind the last expert's zeros up to 32. All of the team call.
 struct alignas(16) FourKeys {
   u32 key[4];
 };
-template <class Threshold>
-WEAVE_FN u32 keys_above(const u32* keys, const Threshold& threshold) {
-  u32 above = 0;
-  WEAVE_UNROLL
-  for (u32 i = 0; i < 32; i += 4) {
-    const FourKeys four = *(const FourKeys*)(keys + i);
-    WEAVE_UNROLL
-    for (u32 j = 0; j < 4; ++j) above += four.key[j] > threshold(i + j);
-  }
-  return above;
-}
-WEAVE_FN u32 better_keys(const u32* keys, u32 experts, u32 mine, u32 e) {
-  const u32 own = e & ~31u;
-  u32 better = keys_above(keys + own, [&](u32 i) { return mine - (own + i < e); });
+template <class Team>
+WEAVE_FN u32 better_keys(const Team& team, const u32* keys, u32 experts, u32 mine) {
+  u32 better = count_bits(team.match(mine) & team.lanes_below());
   for (u32 from = 0; from < experts; from += 32) {
-    const u32 threshold = mine - (from < own);
-    if (from != own) better += keys_above(keys + from, [&](u32) { return threshold; });
+    const u32 threshold = mine - (from + 32 <= team.rank());
+    WEAVE_UNROLL
+    for (u32 i = 0; i < 32; i += 4) {
+      const FourKeys four = *(const FourKeys*)(keys + from + i);
+      WEAVE_UNROLL
+      for (u32 j = 0; j < 4; ++j) better += four.key[j] > threshold;
+    }
   }
   return better;
 }
@@ -174,9 +168,9 @@ WEAVE_FN void choose_experts(const Team& team, const Routing& r, u32 experts, co
     if (r.groups > 1 || r.scoring == SOFTMAX) team.sync();  // what lay there has been read
     if (rank < (experts + 31) / 32 * 32) c.key[rank] = key[0];
     team.sync();
-    if (rank < experts) {
-      const u32 better = better_keys(c.key, experts, key[0], rank);
-      if (better < r.top_k) c.chosen[better] = rank;
+    if (team.warp() * team.lanes() < experts) {
+      const u32 better = better_keys(team, c.key, experts, key[0]);
+      if (rank < experts && better < r.top_k) c.chosen[better] = rank;
     }
     team.sync();
     return;
