@@ -559,9 +559,11 @@ def run_padded(
     """
     found: dict[int, Row] = {}
     graphs: dict[str, Callable[[], Any]] = {}
+    alive = []  # a graph reads its inputs where they were
     count = torch.tensor([VALID], dtype=torch.int32, device=device)
     for captured in CAPTURED:
         cell = Cell(Case(model, VALID, captured), sets, rates, device)
+        alive.append(cell)
         functions = make_padded(cell.preset, sets, None if captured == VALID else count)
         rows, replays, _ = cells.prepare(cell, {"weave": functions})
         found[captured] = rows["weave"]

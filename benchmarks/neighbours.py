@@ -114,6 +114,7 @@ class Bench:
 def stream_rows(cell: Cell, sms_counts: tuple[int, ...], seconds: float) -> list[Row]:
     """Beside a kernel that reads memory on some SMs."""
     bench = Bench(cell)
+    torch.cuda._sleep(1)  # loaded now: loading would wait for the neighbour
     reads = torch.zeros(STREAM_BYTES, dtype=torch.uint8, device=cell.device)
     rows = []
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -533,7 +533,7 @@ def _run(call: ExpertsCall, layer: _Layer | None = None) -> Tensor:
     capturing = capture_id(stream) is not None
     buffers = _buffers_for(call, pool, stream, capturing=capturing)
     slab = slab_tokens(call.shape, 0 if layer is None else layer.slices)
-    slab = -(-call.num_tokens // -(-call.num_tokens // slab))
+    slab = -(-call.num_tokens // max(1, -(-call.num_tokens // slab)))  # all of about one size
     for first in range(0, call.num_tokens, slab):
         tokens = min(slab, call.num_tokens - first)
         with buffers.lock:
