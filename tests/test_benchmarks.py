@@ -753,3 +753,46 @@ def test_ncu_is_found_where_installers_put_it(
     for version in ("2024.1", "2025.3"):
         (tmp_path / version / "ncu").chmod(0o755)
     assert counters.find_ncu() == str(tmp_path / "2025.3" / "ncu")
+
+
+# --- granularity.py -----------------------------------------------------------------------------
+
+
+def test_granularity_times_each_policy_on_each_tile(
+    common: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import granularity
+
+    monkeypatch.setattr(granularity, "LAYERS", {"square": (64, 64, 8, 2)})
+    out = tmp_path / "rows.jsonl"
+    command = ["--models", "square", "--out", str(out), "--commit", "c", "--cell-seconds", "0.01"]
+    for _ in range(2):  # the second time there is nothing left to do
+        assert granularity.main(command) == 0
+        rows = common.read_rows(out)
+        assert [(r["tile_rows"], r["contestant"]) for r in rows] == [
+            (tile, f"weave:{policy}") for tile in (64, 128) for policy in granularity.POLICIES
+        ]
+    for row in rows:
+        assert row["rel_err"] < common.MAX_ERROR
+        # Two tiles of gate and up and one of down an expert, or one and one.
+        assert row["tasks"] == pytest.approx(row["active"] * (3 if row["tile_rows"] == 64 else 2))
+        assert row["task_us"] == pytest.approx(row["us"] / row["tasks"], rel=0.01)
+        assert row["task_kb"] == row["tile_rows"] * 64 * 2 / 1024
+    assert {r["over_static"] for r in rows if r["contestant"] == "weave:static_strided"} == {0.0}
+
+
+def test_granularity_changes_the_tiles_of_plans_and_nothing_for_good() -> None:
+    import granularity
+    from weave_moe.backends import cuda
+    from weave_moe.schedule.granularity import choose_kernel
+
+    plan = choose_kernel(tokens=64, top_k=8, experts=1024, hidden=128)
+    before = cuda.plan_for
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "plan_for", lambda *args, **options: plan)
+        with granularity.tiles_of(64):
+            changed = cuda.plan_for()
+            assert (changed.tile_m, changed.slice) == (64, 1024) != (plan.tile_m, plan.slice)
+            assert changed.width_cap == plan.width_cap
+        assert cuda.plan_for() == plan
+    assert cuda.plan_for is before
