@@ -783,6 +783,7 @@ def test_granularity_times_each_policy_on_each_tile(
 
 def test_granularity_changes_the_tiles_of_plans_and_nothing_for_good() -> None:
     import granularity
+
     from weave_moe.backends import cuda
     from weave_moe.schedule.granularity import choose_kernel
 
