@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-NAMES = ("experts", "policies", "neighbours", "layer", "more-rivals")
+NAMES = ("experts", "policies", "neighbours", "layer", "more-rivals", "granularity")
 FILES = {name: RESULTS / f"h200-{name}.jsonl" for name in NAMES}
 README, DETAILS = ROOT / "README.md", ROOT / "docs/benchmarks.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -621,6 +621,59 @@ def memory_words(jobs: dict[tuple[Cell, int], Rows]) -> str:
     return f"{'; '.join(texts)}." if texts else ""
 
 
+# --- the size of tasks --------------------------------------------------------------------------
+
+
+def load_granularity(rows: Iterable[Row]) -> dict[tuple[int, str], Rows]:
+    """Rows by tile rows and layer, and policy; smallest tasks first."""
+    found: dict[tuple[int, str], Rows] = newest(
+        sorted(rows, key=lambda row: (row["tile_rows"], row["task_kb"])),
+        lambda row: (int(row["tile_rows"]), str(row["model"])),
+        lambda row: str(row["contestant"]).partition(":")[2],
+    )
+    return found
+
+
+def granularity_words(rows: Iterable[Row]) -> str:
+    """From which size of task on a policy costs no more than LEVEL over static lists."""
+    cells = [found for found in load_granularity(rows).values() if "static_strided" in found]
+    if not cells:
+        return ""
+    texts = []
+    for policy in ("counter", "steal"):
+        costs = [
+            (found["static_strided"]["task_us"], found[policy]["over_static"])
+            for found in cells
+            if policy in found
+        ]
+        dear = [task for task, over in costs if over > LEVEL]
+        above = [over for task, over in costs if not dear or task > max(dear)]
+        text = f"`{policy}` costs up to {max(over for _, over in costs):.1%} more"
+        if dear:
+            text += f", where a task takes {max(dear):.1f} us of its worker or less"
+        if above and dear:
+            text += f"; of longer tasks {min(above):+.1%} to {max(above):+.1%}"
+        texts.append(text)
+    return f"Over static lists, which claim nothing: {'. '.join(texts)}."
+
+
+def granularity_table(rows: Iterable[Row]) -> str:
+    lines = []
+    for (tile_rows, _), found in load_granularity(rows).items():
+        static = found.get("static_strided", {})
+        if "task_us" not in static:
+            continue
+        line = [f"{static['task_kb']:.0f}", str(tile_rows), f"{static['task_us']:.2f}"]
+        for policy in ("counter", "steal", "window"):
+            row = found.get(policy, {})
+            there = "over_static" in row
+            line.append(f"{row['over_static']:+.1%} ± {row['spread']:.1%}" if there else "-")
+        lines.append(line)
+    head = ["KB of weights a task", "tile rows", "`static_strided`, us a task"]
+    head += [f"`{name}` over it" for name in ("counter", "steal", "window")]
+    return markdown(head, lines) if lines else ""
+
+
 # --- beside neighbours --------------------------------------------------------------------------
 
 
@@ -636,12 +689,10 @@ def load_neighbours(rows: Iterable[Row]) -> dict[tuple[Cell, str, int], Rows]:
     return found
 
 
-def all_reduce_words(rows: Iterable[Row]) -> str:
-    """What a policy takes beside all-reduces, over stealing beside them and over itself alone."""
+def beside_words(rows: Iterable[Row], kind: str, said: str, other: str) -> str:
+    """What a policy takes beside a neighbour, over stealing beside it and over itself alone."""
     jobs = {
-        cell: found
-        for (cell, kind, _), found in load_neighbours(rows).items()
-        if kind == "all-reduce"
+        (cell, sms): found for (cell, of, sms), found in load_neighbours(rows).items() if of == kind
     }
     over = {
         name: [found[name]["us"] / found["steal"]["us"] for found in jobs.values() if name in found]
@@ -658,13 +709,27 @@ def all_reduce_words(rows: Iterable[Row]) -> str:
     used = [row for found in jobs.values() for row in found.values()]
     left = [row["neighbour_tbs"] / row["neighbour_alone_tbs"] for row in used]
     cells = f"{len(jobs)} cell{'s' if len(jobs) != 1 else ''}"
-    right = all(row["equal_bits"] and row["finite"] and row["reduced_right"] for row in used)
+    right = all(
+        row["equal_bits"] and row["finite"] and row.get("reduced_right", True) for row in used
+    )
     return (
-        "Beside NCCL's all-reduces on two GPUs, over `steal` beside them, geometric means of "
+        f"Beside {said}, over `steal` beside {other}, geometric means of "
         f"{cells}: {', '.join(texts)}. `steal` takes {one_or_range(alone, '.2f')} times as long as "
-        f"alone, and the all-reduces run at {one_or_range(left, '.2f')} of their rate. "
+        f"alone, and {'that kernel runs' if other == 'it' else 'the all-reduces run'} at "
+        f"{one_or_range(left, '.2f')} of {'its' if other == 'it' else 'their'} rate. "
         + ("All results are right." if right else "**Some results are wrong.**")
     )
+
+
+def all_reduce_words(rows: Iterable[Row]) -> str:
+    return beside_words(rows, "all-reduce", "NCCL's all-reduces on two GPUs", "them")
+
+
+def stream_words(rows: Iterable[Row]) -> str:
+    """The same of a kernel that only reads memory, with how many SMs it has."""
+    sms = sorted({sms for _, kind, sms in load_neighbours(rows) if kind == "stream"})
+    count = " or ".join(map(str, sms))
+    return beside_words(rows, "stream", f"a kernel that reads memory on {count} SMs", "it")
 
 
 def neighbours_table(rows: Iterable[Row]) -> str:
@@ -862,7 +927,8 @@ def readme_section(
     more_words = more_rivals_words(load_experts(more), {row["contestant"] for row in used})
     parts = [head, *rivals_part(cells), more_words, picture("rivals", "docs/")]
     parts += ["**By policy**" if jobs else "", dynamic, static_expert_words(jobs)]
-    parts += [held_words(jobs), all_reduce_words(neighbours), picture("policies", "docs/")]
+    parts += [held_words(jobs), stream_words(neighbours), all_reduce_words(neighbours)]
+    parts.append(picture("policies", "docs/"))
     whole = layer_part(layer, "docs/")
     parts += ["**The whole layer**", *whole] if whole else []
     parts.append("How it is measured, and all tables: [docs/benchmarks.md](docs/benchmarks.md).")
@@ -876,9 +942,11 @@ def details_section(
     layer: Sequence[Row] = (),
     *,
     more: Sequence[Row] = (),
+    granularity: Sequence[Row] = (),
 ) -> str:
     """The generated part of docs/benchmarks.md. more: rows of more rivals."""
     cells, jobs = load_experts(experts), load_policies(policies)
+    counted = load_policies([row for row in policies if row.get("dram_over_min") is not None])
     rows = [row for found in cells.values() for row in found.values()]
     head = f"{provenance(rows)}. {floor_words(rows)} {rivals_said(rows)}".strip()
     parts = ["## Against the floor and rivals", head]
@@ -922,18 +990,25 @@ def details_section(
             ),
             ("### The queues' knobs", knobs_table(jobs)),
             (
-                f"### Memory\n\n{memory_words(jobs)} Bytes read from DRAM over the least possible "
-                "/ L2 hit rate, by the hardware counters:",
-                memory_table(jobs),
+                f"### Memory\n\n{memory_words(counted)} Bytes read from DRAM over the least "
+                "possible / L2 hit rate, by the hardware counters:",
+                memory_table(counted),
             ),
             ("### Every cell\n\nPolicies over `steal`, idle GPU.", every_cell_table(jobs)),
         ):
             if text:
                 parts += [title, text]
+    if granularity:
+        parts += [
+            "## The size of tasks",
+            f"{provenance(granularity)}. {granularity_words(granularity)}",
+            granularity_table(granularity),
+        ]
     if neighbours:
         parts += [
             "## Beside other work",
             provenance(neighbours) + ".",
+            stream_words(neighbours),
             all_reduce_words(neighbours),
             neighbours_table(neighbours),
         ]
@@ -975,6 +1050,7 @@ def pages() -> dict[Path, str]:
             details_section(
                 *(rows["experts"], rows["policies"], rows["neighbours"], rows["layer"]),
                 more=rows["more-rivals"],
+                granularity=rows["granularity"],
             ),
         ),
     }

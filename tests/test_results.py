@@ -28,6 +28,10 @@ OF_A_FILE = {
         *("neighbour", "neighbour_sms", "us", "alone_us", "slowdown", "equal_bits", "finite"),
         *("neighbour_tbs", "neighbour_alone_tbs"),
     },
+    "h200-granularity": {
+        *("floor_us", "read_tbs", "tile_rows", "task_kb", "task_us", "tasks", "workers"),
+        *("over_static", "spread"),
+    },
     "h200-layer": {"floor_us", "read_tbs", "matrix_tflops", "active", "maxload"},
     "h200-counters": {"label", "kernels", "dram_bytes", "dram_over_min", "l2_hit"},
 }
