@@ -25,6 +25,7 @@ from weave_moe.runtime.cache import cached_file
 from weave_moe.runtime.kernel import (
     COMBINE_WARPS,
     PIECE,
+    ROUTE_TOKENS,
     ROUTE_WARPS,
     SORT_THREADS,
     KernelConfig,
@@ -403,7 +404,7 @@ def layout(chosen: KernelConfig) -> dict[str, int]:
             "SEGMENT": next(n for n in range(1, 10_000) if buffers.logit_sums(n + 1) == 2),
         }
         if chosen.many:
-            found["ROUTE_WARPS"] = ROUTE_WARPS
+            found |= {"ROUTE_WARPS": ROUTE_WARPS, "ROUTE_TOKENS": ROUTE_TOKENS}
     if not chosen.many:
         return found | {"GATHER_WIDTH": 0 if chosen.scale_x else GATHER_WIDTH}
     return found | {

@@ -349,12 +349,6 @@ void note(const char* what) {
 
 }  // namespace
 
-namespace weave {
-#if WEAVE_MANY
-alignas(16) float route_words[(232448 + GUARD) / 4];
-#endif
-}  // namespace weave
-
 extern "C" {
 
 void emulate_allow(const void* const* from, const u64* sizes, u32 count) {
@@ -413,13 +407,23 @@ void emulate_few(const Launch* launch, u32 grid, u32 seed, u32* ids, float* weig
     if (state[i]) note("a counter is not zero at the end");
 }
 #elif WEAVE_ROUTER
-// The launch before the others: `grid` blocks of so much shared memory, one after the other.
-void emulate_many(const Launch* launch, u32 grid, u32 seed, u32 shared) {
-  for (u32 block = 0; block < grid; ++block) {
-    __builtin_memset((char*)route_words, UNTOUCHED, sizeof(route_words));
-    emulated::run(block, 1, ROUTE_WARPS * 32, grid, seed + block, [&] { weave_route(*launch); });
-    if (!untouched((const char*)route_words + shared, sizeof(route_words) - shared))
-      note("shared memory that was not asked for was written");
+// What weave_route and then blocks of the sort do, `grid` of the first, one block after the other; a block of the sort takes
+// `chunk` tokens and has `room` words of memory for choices.
+void emulate_many(const Launch* launch, u32 grid, u32 seed, u32 chunk, u32 room) {
+  const Launch& p = *launch;
+  constexpr u32 WARPS_OF_SORT = 16;
+  for (u32 block = 0; block < grid; ++block)
+    emulated::run(block, 1, ROUTE_WARPS * 32, grid, seed + block, [&] { weave_route(p); });
+  const u32 chunks = div_up(p.tokens, chunk);
+  std::vector<u32> words(room + GUARD);
+  for (u32 i = 0; i < chunks; ++i) {
+    __builtin_memset(words.data(), UNTOUCHED, words.size() * 4);
+    emulated::run(i, 1, WARPS_OF_SORT * 32, chunks, seed + i, [&] {
+      const SlotTable table(p);
+      const u32 first = i * chunk, end = first + chunk < table.tokens ? first + chunk : table.tokens;
+      choose_tokens(p, words.data(), room, WARPS_OF_SORT, first, end);
+    });
+    if (!untouched((const char*)(words.data() + room), GUARD * 4)) note("memory that is not the router's was written");
   }
 }
 #endif

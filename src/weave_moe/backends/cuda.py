@@ -18,9 +18,9 @@ from ..runtime.buffers import (
     ROUTER_STATE_BYTES,
     BufferPool,
     Buffers,
-    logit_sums,
     needs_of,
     plan_arrays,
+    route_parts,
     slot_words,
 )
 from ..runtime.driver import TENSOR_MAP_BYTES, capture_id, encode_tensor_map
@@ -28,15 +28,13 @@ from ..runtime.kernel import (
     COMBINE_WARPS,
     ERRORS,
     PIECE,
-    ROUTE_WARPS,
+    ROUTE_TOKENS,
     KernelConfig,
     Kernels,
     Launch,
     kernel_for,
     launch_maps,
     packed,
-    route_bytes,
-    route_parts,
     sort_bytes,
 )
 from ..schedule import POLICY_CODES, VICTIM_CODES
@@ -340,11 +338,6 @@ class _Layer:
     def shared(self) -> SharedExperts | None:
         return self.call.shared
 
-    @property
-    def pitch(self) -> int:
-        """Rows of a token's logits in `weave_route`: the multiplied ones, then given logits."""
-        return self.rows + (0 if self.call.router_logits is None else self.call.router_experts)
-
     def fill(self, p: Launch, plan: KernelPlan, tokens: int, first: int, buffers: Buffers) -> None:
         """The router's part of a launch's parameters, for `tokens` tokens from `first` on."""
         call, r = self.call, p.router
@@ -365,6 +358,8 @@ class _Layer:
         if plan.many:
             r.ids = buffers.router.data_ptr()
             r.weights = r.ids + 4 * words
+            r.sums = r.weights + 4 * words
+            r.parts = route_parts(tokens, p.hidden, p.shared.workers)
         else:
             r.slots = buffers.tagged.data_ptr()
             r.partial = r.slots + 8 * slot_words(words)
@@ -375,9 +370,6 @@ class _Layer:
         r.renormalize, r.scale = int(routing.renormalize), routing.scaling_factor
         r.groups, r.kept_groups = routing.num_groups, routing.topk_groups
         r.experts, r.rows = experts, self.rows
-        r.block_tokens = 32 if tokens > 2048 else 16 if tokens > 12 * 128 else ROUTE_WARPS
-        sums = logit_sums(p.hidden)
-        r.parts = route_parts(experts, self.rows, self.pitch, r.block_tokens, sums)
         # What the launches after the router take the slots from.
         p.ids, p.weights, p.ids_wide, p.weights_kind = r.ids, r.weights, 0, 0
         p.expert_map, p.experts_global = None, 0
@@ -722,12 +714,8 @@ def _launch(
         ]
     )
     stream = torch.cuda.current_stream().cuda_stream
-    if kernels.route is not None and layer is not None:
-        block = p.router.block_tokens
-        memory = route_bytes(
-            p.router.experts, layer.pitch, block, logit_sums(p.hidden), p.router.parts
-        )
-        kernels.route.launch(-(-tokens // block), stream, p, shared=memory)
+    if kernels.route is not None and p.router.rows:
+        kernels.route.launch(-(-tokens // ROUTE_TOKENS) * p.router.parts, stream, p)
     if kernels.sort is not None:
         kernels.sort.launch(workers, stream, p, shared=sort_bytes(experts, p.chunk_slots))
     kernels.experts.launch(workers, stream, maps, p)

@@ -122,13 +122,13 @@ struct Router {
   u64* slots;                  // few: [tokens, p.top_k][2] the same, as tagged words
   int* chosen;                 // [tokens, top_k] or null: the router's result
   float* chosen_weights;       // [tokens, top_k] or null
+  float* sums;                 // many tokens: [tokens][route_sums][rows rounded up to 4]
   u64* partial;                // few: [tokens][segments][rows rounded up to 4], tagged
   RouterState* state;
   Routing routing;
   u32 experts, rows;           // rows: of weight, and gate's
   u32 logits_kind, bias_kind, selection_kind;  // 0 fp32, 1 bf16, 2 fp16
-  u32 block_tokens;            // many tokens: of a block, up to 16, or 32
-  u32 parts;                   // many tokens: ranges of columns that warps of a block share
+  u32 parts;                   // many tokens: ranges of columns, each multiplied by blocks of its own
 };
 
 struct Launch {
@@ -208,6 +208,10 @@ struct SlotTable {
       if (!has_tag(e, tag) || !has_tag(weight, tag)) return NOT_YET;
       return (u32)e < p.experts ? (u32)e : NONE;
     }
+    if (ROUTER && MANY) {  // written by a launch before this one, or by this block
+      const u32 e = slot < valid ? p.router.ids[slot] : NONE;
+      return e < p.experts ? e : NONE;
+    }
     const u32* id = (const u32*)p.ids + ((u64)slot << p.ids_wide);
     const bool in = slot < valid;
     const u32 low = load_if(in, id, NONE), high = load_if(in && p.ids_wide, id + 1, 0);
@@ -215,7 +219,10 @@ struct SlotTable {
     const u32 e = load_if(known && p.expert_map, (const u32*)p.expert_map + low, low);
     return known && e < p.experts ? e : NONE;
   }
-  static WEAVE_FN float given_weight(const Launch& p, u32 slot) { return read_float(p.weights, p.weights_kind, slot); }
+  static WEAVE_FN float given_weight(const Launch& p, u32 slot) {
+    if (ROUTER && MANY) return p.router.weights[slot];
+    return read_float(p.weights, p.weights_kind, slot);
+  }
   WEAVE_FN float weight(u32 slot) const {
     return SLOTS_ARRIVE ? float_of((u32)load_relaxed(words + 2 * (u64)slot + 1)) : given_weight(p, slot);
   }

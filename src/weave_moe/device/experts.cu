@@ -5,7 +5,7 @@
 #include "many.h"
 #endif
 #include "producer.h"
-#if WEAVE_ROUTER
+#if WEAVE_ROUTER && !WEAVE_MANY
 #include "router.h"
 #endif
 

@@ -1,11 +1,15 @@
 // Many tokens: the launches before and after the experts'. The first sorts the slots by expert, cuts the groups and copies
 // x into row order; the last adds up each token's rows.
 //
-// Sorting. The slots are cut into chunks, claimed by ticket. A worker counts its chunk's experts, publishes the counts,
+// Sorting. The slots are cut into chunks, claimed by ticket. A worker chooses the experts of its chunk's tokens where the
+// launch routes (router.h), counts them, publishes the counts,
 // and waits until all chunks are counted: those that are not are held by running workers, so the wait ends. From all
 // counts each worker then knows, for its own chunks, the first row of each expert.
 #pragma once
 #include "combine.h"
+#if WEAVE_ROUTER
+#include "router.h"
+#endif
 
 namespace weave {
 
@@ -182,6 +186,11 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1) weave_sort(const _
       ticket = add_relaxed(&control->gather, 1u);  // on its way while this chunk is counted
     }
     ++held;
+#if WEAVE_ROUTER
+    const auto [begin, end] = slots_of_chunk(p, chunk);
+    const u32 last = end / p.top_k < table.tokens ? end / p.top_k : table.tokens;
+    choose_tokens(p, m.total(), 2 * 8 * SORT_THREADS, SORT_WARPS, begin / p.top_k, last);
+#endif
     count_chunk(p, table, m, chunk);
     __threadfence();  // each thread's counts, before one thread's release
     __syncthreads();

@@ -9,7 +9,7 @@
 // word alone. Each block begins with the units that its number gives it, because a ticket takes its time; what is missing
 // after a while belongs to a block that is not running, and then all units are claimed by ticket and done, some of them
 // again, which changes nothing. A single token every block routes for itself, because that is sooner done than told.
-// Many: a launch of its own, in which a block computes all logits of its tokens.
+// Many: a launch of its own leaves sums in memory, and the sort (many.h) chooses for its tokens before it counts them.
 #pragma once
 #include "config.h"
 
@@ -96,9 +96,8 @@ struct LogitTile {
     }
   }
 
-  // Segments first_segment .. end_segment - 1, each as a sum of its own: done(segment) finds it in `sum`. PIPELINED: the
-  // operands of the next steps are on their way while these are multiplied; it holds more registers.
-  template <bool PIPELINED, class Done>
+  // Segments first_segment .. end_segment - 1, each as a sum of its own: done(segment) finds it in `sum`.
+  template <class Done>
   WEAVE_FN void run(const Launch& p, u32 first_row, u32 first_token, u32 tokens, u32 first_segment, u32 end_segment, const Done& done) {
     const u32 lane = threadIdx.x & 31, g = lane / 4;
     const bool low = first_row + g < p.router.rows, high = first_row + g + 8 < p.router.rows;
@@ -124,24 +123,17 @@ struct LogitTile {
       column += STEP;
     };
     // Steps whose operands are on their way: as many as registers allow, and a divisor of a segment's.
-    constexpr int MOST = BLOCKS == 1 ? 8 : BLOCKS == 4 && PIPELINED ? 2 : 4, AHEAD = SPLIT_WEIGHT ? MOST / 2 : MOST;
+    constexpr int MOST = BLOCKS == 1 ? 8 : 4, AHEAD = SPLIT_WEIGHT ? MOST / 2 : MOST;
     Operands ahead[AHEAD];
-    const auto load_all = [&] {
-#pragma unroll
-      for (int a = 0; a < AHEAD; ++a) load(ahead[a]);
-    };
-    if (PIPELINED) load_all();
 #pragma unroll 1
     for (u32 segment = first_segment; segment < end_segment; ++segment) {
       clear();
 #pragma unroll 1
       for (int s = 0; s < STEPS; s += AHEAD) {
-        if (!PIPELINED) load_all();
 #pragma unroll
-        for (int a = 0; a < AHEAD; ++a) {
-          multiply(ahead[a]);
-          if (PIPELINED) load(ahead[a]);
-        }
+        for (int a = 0; a < AHEAD; ++a) load(ahead[a]);
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a) multiply(ahead[a]);
       }
       done(segment);
     }
@@ -232,7 +224,7 @@ template <int BLOCKS>
 WEAVE_FN void run_unit(const Launch& p, const RouterWork& work, u32 first_row, u32 first_token, u32 segment, u32 epoch) {
   LogitTile<BLOCKS> tile;
   const u32 rows4 = router_rows4(p);
-  tile.template run<false>(p, first_row, first_token, work.tokens, segment, segment + 1, [&](u32) {
+  tile.run(p, first_row, first_token, work.tokens, segment, segment + 1, [&](u32) {
     const u32 tag = tag_of(not_earlier(epoch));
     tile.each(p, first_row, first_token, work.tokens, [&](u32 token, u32 row, float v) {
       store_relaxed(p.router.partial + ((u64)token * work.segments + segment) * rows4 + row, tagged(bits_of(v), tag));
@@ -373,71 +365,68 @@ WEAVE_FN void reset_router(const Launch& p) {
 }
 #endif
 
-#if WEAVE_MANY && WEAVE_ROUTER
-constexpr u32 ROUTE_WARPS = 12;
+#if WEAVE_MANY
+constexpr u32 ROUTE_WARPS = 8, ROUTE_TOKENS = 32;  // of a block of weave_route
 
-// Words of shared memory of a token: its logits; where these are given, they follow what is multiplied nevertheless.
-WEAVE_FN u32 route_pitch(const Router& r) { return (r.rows + (r.logits ? r.experts : 0) + 3) & ~3u; }
-
-// A warp takes 16 rows and one of `parts` ranges of segments. The first range is summed as it comes; the others' segments,
-// which are to be added after it and in order, are kept: [segments behind the first range][block_tokens][pitch] `later`.
-template <int BLOCKS>
-WEAVE_FN void all_logits(const Launch& p, u32 first_token, u32 end_token, float* logits, float* later) {
-  const Router& r = p.router;
-  const u32 warp = threadIdx.x >> 5, pitch = route_pitch(r), segments = router_segments(p), first_end = segments / r.parts;
-  const u32 row_blocks = div_up(r.rows, ROUTER_ROWS);
-  for (u32 item = warp; item < row_blocks * r.parts; item += ROUTE_WARPS) {
-    const u32 range = item / row_blocks, row = (item - range * row_blocks) * ROUTER_ROWS;
-    const u32 begin = range * segments / r.parts, end = (range + 1) * segments / r.parts;
-    LogitTile<BLOCKS> tile, part;
-    tile.clear();
-    part.template run<true>(p, row, first_token, end_token, begin, end, [&](u32 segment) {
-      if (range == 0) return tile.add(part);
-      float* to = later + (segment - first_end) * r.block_tokens * pitch;
-      part.each(p, row, first_token, end_token, [&](u32 token, u32 row, float v) { to[(token - first_token) * pitch + row] = v; });
-    });
-    if (range == 0)
-      tile.each(p, row, first_token, end_token, [&](u32 token, u32 row, float v) { logits[(token - first_token) * pitch + row] = v; });
-  }
+// Segments are cut into r.parts ranges. The first is summed as it comes; the others' segments, which are to be added after it
+// and in order, are kept: [tokens][route_sums][rows rounded up to 4] r.sums.
+WEAVE_FN u32 route_sums(const Launch& p) {
+  const u32 segments = router_segments(p);
+  return 1 + segments - segments / p.router.parts;
 }
 
-// Dynamic shared memory: logits [block_tokens][pitch], which become scores; later sums; for each warp the rest of a choice.
-extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32) weave_route(const __grid_constant__ Launch p) {
-  extern __shared__ __align__(16) float route_words[];
+// The sums of ROUTE_TOKENS tokens and a range of segments.
+extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32, 2) weave_route(const __grid_constant__ Launch p) {
   launch_dependents_may_start();
   wait_for_previous_launch();
   const Router& r = p.router;
   const SlotTable table(p);
-  const u32 warp = threadIdx.x >> 5, first = blockIdx.x * r.block_tokens, pitch = route_pitch(r);
-  const u32 segments = router_segments(p), kept = segments - segments / r.parts;
-  float* later = route_words + r.block_tokens * pitch;
-  if (first >= table.tokens) return;
-  const u32 end = first + r.block_tokens < table.tokens ? first + r.block_tokens : table.tokens;
-  if (ROUTER >= ROUTER_SAME) {
-    if (r.block_tokens <= 16)
-      all_logits<2>(p, first, end, route_words, later);
-    else
-      all_logits<4>(p, first, end, route_words, later);
+  const u32 range = blockIdx.x % r.parts, token = blockIdx.x / r.parts * ROUTE_TOKENS;
+  if (token >= table.tokens) return;
+  const u32 segments = router_segments(p), sums = route_sums(p), rows4 = router_rows4(p);
+  const u32 begin = range * segments / r.parts, end = (range + 1) * segments / r.parts;
+  for (u32 row = (threadIdx.x >> 5) * ROUTER_ROWS; row < r.rows; row += ROUTE_WARPS * ROUTER_ROWS) {
+    constexpr int BLOCKS = ROUTE_TOKENS / 8;
+    LogitTile<BLOCKS> tile, part;
+    const auto keep = [&](const LogitTile<BLOCKS>& of, u32 sum) {
+      of.each(p, row, token, table.tokens, [&](u32 t, u32 at, float v) { r.sums[((u64)t * sums + sum) * rows4 + at] = v; });
+    };
+    tile.clear();
+    part.run(p, row, token, table.tokens, begin, end, [&](u32 segment) {
+      if (range == 0)
+        tile.add(part);
+      else
+        keep(part, 1 + segment - segments / r.parts);
+    });
+    if (range == 0) keep(tile, 0);
   }
-  __syncthreads();
+}
+
+// Tokens `first` to `end`, a warp each, by the first warps of the block, as many as have memory in `words`. All threads call;
+// afterwards p.ids and p.weights know their slots.
+WEAVE_FN void choose_tokens(const Launch& p, u32* words, u32 room, u32 warps, u32 first, u32 end) {
+  const Router& r = p.router;
   const WarpLanes lanes;
-  const u32 words = choice_words(r.experts) - r.experts;  // scores lie elsewhere
-  Choice c = choice_at((u32*)(later + kept * r.block_tokens * pitch) + warp * words - r.experts, r.experts);
-  for (u32 token = first + warp; token < end; token += ROUTE_WARPS) {
-    float* logits = route_words + (token - first) * pitch;
-    c.score = logits + (r.logits ? r.rows : 0);
-    for (u32 row = lanes.lane(); row < r.rows && kept; row += 32) {
-      float sum = logits[row];
-      for (u32 i = 0; i < kept; ++i) sum += later[(i * r.block_tokens + token - first) * pitch + row];
-      logits[row] = sum;
+  const u32 each = choice_words(r.experts) + 1, fit = room / each, choosers = fit < warps ? fit : warps;
+  const u32 sums = route_sums(p), rows4 = router_rows4(p), warp = threadIdx.x >> 5;
+  const Choice c = choice_at(words + warp * each + 1, r.experts);
+  float* gate = (float*)(words + warp * each);
+  for (u32 token = first + warp; warp < choosers && token < end; token += choosers) {
+    const float* from = r.sums + (u64)token * sums * rows4;
+    for (u32 row = lanes.lane(); row < r.rows; row += 32) {
+      float logit = from[row];
+#pragma unroll 8
+      for (u32 i = 1; i < sums; ++i) logit += from[i * rows4 + row];
+      *(r.weight && row < r.experts ? &c.score[row] : gate) = logit;
     }
     if (r.logits) given_logits(lanes, p, c, token);
     __syncwarp();
-    finish_token<WEAVE_ROUTER_KEYS>(lanes, p, c, token, r.gate ? logits + r.rows - 1 : nullptr, true, [&](u32 slot, u32 e, float weight) {
+    finish_token<WEAVE_ROUTER_KEYS>(lanes, p, c, token, r.gate ? gate : nullptr, true, [&](u32 slot, u32 e, float weight) {
       r.ids[(u64)token * p.top_k + slot] = e;
       r.weights[(u64)token * p.top_k + slot] = weight;
     });
   }
+  __syncthreads();
 }
 #endif
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..schedule import max_groups, max_rows
 from ..schedule.granularity import KernelPlan
 from .driver import capture_id, encode_tensor_map
-from .kernel import MAX_CHUNK_SLOTS, ROUTER_STATE_BYTES
+from .kernel import MAX_CHUNK_SLOTS, ROUTE_TOKENS, ROUTER_STATE_BYTES
 
 __all__ = [
     "ROUTER_STATE_BYTES",
@@ -41,8 +41,8 @@ class Needs:
 
     counters: bytes that must be zero before the first launch.  h_rows: rows of activations [I] and
     of down rows [H].  plan: bytes of the plan of many tokens, else 0.  chunk_tokens: tokens that a
-    chunk of the sort holds, else 0.  router: bytes of slots' ids and weights, with many tokens.
-    tagged: bytes of the words that the router of few tokens hands on; they carry their launch's
+    chunk of the sort holds, else 0.  router: with many tokens, bytes of slots' ids and weights and
+    of sums that logits are made from.  tagged: bytes of the words that the router of few tokens hands on; they carry their launch's
     number and start at zero.
     """
 
@@ -112,7 +112,8 @@ def needs_of(
         plan_bytes = 4 * sum(size for _, size in plan_arrays(groups, experts, slots, chunks))
     router = tagged = 0
     if router_rows is not None and plan.many:
-        router = 8 * slots
+        kept = kept_sums(hidden, route_parts(tokens, hidden, workers))
+        router = 8 * slots + 4 * tokens * kept * -(-router_rows // 4) * 4
     elif router_rows is not None:
         tagged = 8 * (slot_words(slots) + tokens * logit_sums(hidden) * -(-router_rows // 4) * 4)
     sums = parts = 0
@@ -140,6 +141,17 @@ def needs_of(
 def slot_words(slots: int) -> int:
     """Tagged words of the slots, before those of partial logits: two a slot, whole sectors."""
     return -(-2 * slots // 4) * 4
+
+
+def route_parts(tokens: int, hidden: int, workers: int) -> int:
+    """Ranges of columns that `weave_route` gives blocks of their own: two blocks an SM, or one."""
+    blocks = -(-tokens // ROUTE_TOKENS)
+    return min(logit_sums(hidden), max(1, 2 * workers // blocks))
+
+
+def kept_sums(hidden: int, parts: int) -> int:
+    """Sums that `weave_route` leaves of a logit: of the first range, and of each segment behind."""
+    return 1 + logit_sums(hidden) - logit_sums(hidden) // parts
 
 
 def logit_sums(hidden: int) -> int:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from ..schedule.granularity import CONTROL_BYTES, OWN_BYTES, SHARED_BYTES, KernelPlan
+from ..schedule.granularity import CONTROL_BYTES, OWN_BYTES, KernelPlan
 from . import nvrtc
 from .cache import cached_file, discard
 from .driver import TENSOR_MAP_BYTES, CudaError, Kernel, Library
@@ -85,6 +85,7 @@ class _Router(ctypes.Structure):
                 "slots",
                 "chosen",
                 "chosen_weights",
+                "sums",
                 "partial",
                 "state",
             )
@@ -102,7 +103,6 @@ class _Router(ctypes.Structure):
                 "logits_kind",
                 "bias_kind",
                 "selection_kind",
-                "block_tokens",
                 "parts",
             )
         ],
@@ -327,7 +327,9 @@ SORT_THREADS: Final = 512
 MAX_CHUNK_SLOTS: Final = 1 << 15
 """Most slots of a chunk: what a block of the sort has memory for."""
 
-ROUTE_WARPS: Final = 12
+ROUTE_WARPS: Final = 8
+ROUTE_TOKENS: Final = 32
+"""Of device/router.h: of a block of `weave_route`."""
 COMBINE_WARPS: Final = 8
 PIECE: Final = 256
 """Of device/many.h and device/combine.h: elements of a token that a warp of the combine adds up."""
@@ -354,28 +356,6 @@ def sort_bytes(experts: int, chunk_slots: int) -> int:
     return 4 * (SORT_THREADS // 16 + 256 + 2 * 8 * SORT_THREADS + 4 * experts + chunk_slots)
 
 
-def route_bytes(experts: int, rows: int, tokens: int, sums: int = 1, parts: int = 1) -> int:
-    """Shared memory of a block of `weave_route` for `tokens` tokens: device/router.h.
-
-    rows: that are multiplied, and the logits that are given.  sums: that a logit is made from.
-    parts: ranges of them that warps share.
-    """
-    kept = 1 + sums - sums // parts
-    return 4 * (kept * tokens * (-(-rows // 4) * 4) + ROUTE_WARPS * (experts + 32 + 2 * 16))
-
-
-def route_parts(experts: int, multiplied: int, rows: int, tokens: int, sums: int) -> int:
-    """Into how many ranges the columns are cut, so that few of a block's warps have nothing to
-    multiply: what keeps the longest of them least busy, of what fits.
-
-    multiplied: those of `rows` that are; 16 at a time.
-    """
-    blocks = -(-multiplied // 16)
-    parts = [n for n in range(1, 5) if n <= sums or n == 1]
-    parts = [n for n in parts if route_bytes(experts, rows, tokens, sums, n) <= SHARED_BYTES]
-    return min(parts, key=lambda n: (-(-blocks * n // ROUTE_WARPS) / n, n))
-
-
 _kernels: dict[tuple[KernelConfig, int], Kernels] = {}
 _lock = threading.Lock()
 
@@ -398,7 +378,7 @@ def _load(config: KernelConfig, shared_bytes: int) -> Kernels:
         route = None
         if config.router != "none":
             threads = 32 * ROUTE_WARPS
-            route = library.kernel("weave_route", shared_bytes=SHARED_BYTES, threads=threads)
+            route = library.kernel("weave_route", shared_bytes=0, threads=threads)
         return Kernels(experts, sort, combine, route)
 
     path = cached_file("experts", identity, ".cubin", compiled)
