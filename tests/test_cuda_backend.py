@@ -1590,6 +1590,7 @@ class TestCaptures:
                     clamp=False,
                     bias=False,
                     router=kinds[router],
+                    router_experts=shape.experts,
                     hidden=64,
                     intermediate=64,
                     shared_intermediate=shared,

@@ -88,6 +88,7 @@ def config(
         scale_x=scale_x,
         trace=trace,
         router=router,
+        router_experts=shape.experts,
         hidden=hidden,
         intermediate=intermediate,
         shared_intermediate=shared * intermediate,
@@ -301,11 +302,9 @@ def router_products(chosen: KernelConfig) -> dict[str, int]:
     fp32, fp16 = chosen.router == "fp32", chosen.dtype == "float16"
     # A weight of fp32 is three parts of bf16, and then an fp16 element of x is two.
     parts = (3 if fp32 else 1) * (2 if fp32 and fp16 else 1)
-    # Blocks of 8 tokens that a warp takes, and how many times 32 columns it loads at once; with
-    # many tokens once for the first columns and once for the others, which are added to it.
-    loads = {1: 4, 2: 2, 4: 2} if fp32 else {1: 8, 2: 8, 4: 4}
-    blocks, copies = ((2, 4), 2) if chosen.many else ((1, 4), 1)
-    count = copies * sum(n * loads[n] * 2 * parts for n in blocks)
+    # Blocks of 8 tokens that a warp takes, and how many times 32 columns it has on their way.
+    loads = {2: 4, 4: 2} if chosen.many else {1: 8, 4: 4}
+    count = sum(n * (steps // (2 if fp32 else 1)) * 2 * parts for n, steps in loads.items())
     return {"HMMA.16816.F32" if fp16 and not fp32 else "HMMA.16816.F32.BF16": count}
 
 
