@@ -167,7 +167,7 @@ class Compiled:
         """Names of the kernels that it must have."""
         if not self.config.many:
             return ("weave_experts",)
-        route = () if self.config.router == "none" else ("weave_route",)
+        route = ("weave_route",) if self.config.router in ("same", "fp32") else ()
         return ("weave_experts", "weave_sort", "weave_combine", *route)
 
     def logs(self) -> dict[str, str]:
@@ -303,7 +303,7 @@ def router_products(chosen: KernelConfig) -> dict[str, int]:
     # A weight of fp32 is three parts of bf16, and then an fp16 element of x is two.
     parts = (3 if fp32 else 1) * (2 if fp32 and fp16 else 1)
     # Blocks of 8 tokens that a warp takes, and how many times 32 columns it has on their way.
-    loads = {2: 4, 4: 2} if chosen.many else {1: 8, 4: 4}
+    loads = {4: 4} if chosen.many else {1: 8, 4: 4}
     count = sum(n * (steps // (2 if fp32 else 1)) * 2 * parts for n, steps in loads.items())
     return {"HMMA.16816.F32" if fp16 and not fp32 else "HMMA.16816.F32.BF16": count}
 

@@ -714,7 +714,7 @@ def _launch(
         ]
     )
     stream = torch.cuda.current_stream().cuda_stream
-    if kernels.route is not None and p.router.rows:
+    if kernels.route is not None:
         kernels.route.launch(-(-tokens // ROUTE_TOKENS) * p.router.parts, stream, p)
     if kernels.sort is not None:
         kernels.sort.launch(workers, stream, p, shared=sort_bytes(experts, p.chunk_slots))

@@ -375,6 +375,7 @@ WEAVE_FN u32 route_sums(const Launch& p) {
   return 1 + segments - segments / p.router.parts;
 }
 
+#if WEAVE_ROUTER > 1  // else nothing is multiplied
 // The sums of ROUTE_TOKENS tokens and a range of segments.
 extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32, 2) weave_route(const __grid_constant__ Launch p) {
   launch_dependents_may_start();
@@ -401,6 +402,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32, 2) weave_route(co
     if (range == 0) keep(tile, 0);
   }
 }
+#endif
 
 // Tokens `first` to `end`, a warp each, by the first warps of the block, as many as have memory in `words`. All threads call;
 // afterwards p.ids and p.weights know their slots.

@@ -42,8 +42,8 @@ class Needs:
     counters: bytes that must be zero before the first launch.  h_rows: rows of activations [I] and
     of down rows [H].  plan: bytes of the plan of many tokens, else 0.  chunk_tokens: tokens that a
     chunk of the sort holds, else 0.  router: with many tokens, bytes of slots' ids and weights and
-    of sums that logits are made from.  tagged: bytes of the words that the router of few tokens hands on; they carry their launch's
-    number and start at zero.
+    of sums that logits are made from.  tagged: bytes of the words that the router of few tokens
+    hands on; they carry their launch's number and start at zero.
     """
 
     counters: int

@@ -376,7 +376,7 @@ def _load(config: KernelConfig, shared_bytes: int) -> Kernels:
         sort = library.kernel("weave_sort", shared_bytes=most, threads=SORT_THREADS)
         combine = library.kernel("weave_combine", shared_bytes=0, threads=32 * COMBINE_WARPS)
         route = None
-        if config.router != "none":
+        if config.router in ("same", "fp32"):
             threads = 32 * ROUTE_WARPS
             route = library.kernel("weave_route", shared_bytes=0, threads=threads)
         return Kernels(experts, sort, combine, route)
