@@ -506,8 +506,7 @@ class Recorder:
             names = ("experts", "sort", "combine") if config.many else ("experts",)
             if config.many and config.router in ("same", "fp32"):
                 names += ("route",)
-            used = names if config.router != "none" else names[:3]
-            fakes: list[Any] = [FakeKernel(name, config) for name in used]
+            fakes: list[Any] = [FakeKernel(name, config) for name in names]
             return kernel.Kernels(*fakes)
 
         def encode(

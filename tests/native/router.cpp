@@ -412,8 +412,10 @@ void emulate_few(const Launch* launch, u32 grid, u32 seed, u32* ids, float* weig
 void emulate_many(const Launch* launch, u32 grid, u32 seed, u32 chunk, u32 room) {
   const Launch& p = *launch;
   constexpr u32 WARPS_OF_SORT = 16;
+#if WEAVE_ROUTER > 1
   for (u32 block = 0; block < grid; ++block)
     emulated::run(block, 1, ROUTE_WARPS * 32, grid, seed + block, [&] { weave_route(p); });
+#endif
   const u32 chunks = div_up(p.tokens, chunk);
   std::vector<u32> words(room + GUARD);
   for (u32 i = 0; i < chunks; ++i) {
