@@ -4,11 +4,10 @@
 // so a token's experts do not depend on the batch around it. Weights of fp32 are multiplied as three bf16 parts, which are
 // exact but for underflow; sums are fp32.
 //
-// Few tokens: units (16 rows of the router's weight x a block of tokens x a segment) leave their sums in memory; then tokens
-// are claimed by ticket, each by a block. What is left in memory is tagged words, so that whoever needs one waits for that
-// word alone. Each block begins with the units that its number gives it, because a ticket takes its time; what is missing
-// after a while belongs to a block that is not running, and then all units are claimed by ticket and done, some of them
-// again, which changes nothing. A single token every block routes for itself, because that is sooner done than told.
+// Few tokens: units (16 rows of the router's weight x a block of tokens x a segment) are claimed by ticket and leave their
+// sums in memory; then tokens are claimed likewise, each by a block. What is left in memory is tagged words, so that whoever
+// needs one waits for that word alone, and for units and tokens of running blocks only. A single token every block routes
+// for itself, because that is sooner done than told.
 // Many: a launch of its own leaves sums in memory, and the sort (many.h) chooses for its tokens before it counts them.
 #pragma once
 #include "config.h"
@@ -262,13 +261,11 @@ struct BlockTickets {
 };
 struct RouterTickets {
   BlockTickets units, tokens;
-  WEAVE_FN RouterTickets(const Launch& p) : units{&p.router.state->units}, tokens{&p.router.state->tokens} { tokens.ask(); }
+  WEAVE_FN RouterTickets(const Launch& p) : units{&p.router.state->units}, tokens{&p.router.state->tokens} { units.ask(), tokens.ask(); }
 };
 
-// The logits of a token into c.score and *gate, each by the thread that owns it in a team of the block; false: not all of
-// them have come after so many polls, or this wait has failed.
-WEAVE_FN bool collect_logits(const BlockTeam& team, const Launch& p, const RouterWork& work, const Choice& c, u32 token, u32 tag, float* gate,
-                             u32 patience) {
+// The logits of a token into c.score and *gate, each by the thread that owns it in a team of the block; false: given up.
+WEAVE_FN bool collect_logits(const BlockTeam& team, const Launch& p, const RouterWork& work, const Choice& c, u32 token, u32 tag, float* gate) {
   const Router& r = p.router;
   bool ok = true;
   if (ROUTER >= ROUTER_SAME) {
@@ -290,7 +287,7 @@ WEAVE_FN bool collect_logits(const BlockTeam& team, const Launch& p, const Route
 #pragma unroll
           for (u32 i = 0; i < AT_ONCE; ++i) there = there && has_tag(v[i], tag);
           if (there || !ok) break;
-          ok = polls < patience && keep_waiting(p.shared, polls, PLAN_TIMEOUT);
+          ok = keep_waiting(p.shared, polls, PLAN_TIMEOUT);
         }
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; ++i) sum += float_of((u32)v[i]);
@@ -318,38 +315,30 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
   const bool alone = work.tokens <= 1;
   const Choice c = team_choice_at((u32*)scratch, r.experts);
   float* gate = (float*)scratch + team_choice_words(r.experts);
-  bool ok = true, waited = true;
-  u32 token = NONE;
-  // claim: of units, all of which are done again.
-  for (bool claim = false; waited; claim = true) {
-    const auto next_units = [&](u32 by_number) {
-      if (!claim) return by_number;
+  if (ROUTER >= ROUTER_SAME)
+    for (;;) {
+      const u32 part = tickets.units.take(b.s);
+      if (part * work.units_each >= work.units) break;
+      run_units(p, work, part, epoch);
       tickets.units.ask();
-      return tickets.units.take(b.s);
-    };
-    if (ROUTER >= ROUTER_SAME)
-      for (u32 part = next_units(blockIdx.x); part * work.units_each < work.units; part = next_units(part + gridDim.x))
-        run_units(p, work, part, epoch);
-    if (!claim && !may_go_on()) return true;
-    const u32 tag = tag_of(not_earlier(epoch));
-    for (waited = false;;) {
-      if (token == NONE) token = alone ? 0 : tickets.tokens.take(b.s);
-      if (token >= work.tokens) break;
-      constexpr u32 PATIENCE = 12;  // polls of a microsecond or less: longer than blocks start apart
-      const bool all = __syncthreads_and(collect_logits(team, p, work, c, token, tag, gate, claim ? ~0u : PATIENCE));
-      waited = !all && !claim;
-      if (waited) break;
-      ok = ok && all;  // what is given up is chosen from what there is: all threads meet, and the launch has failed anyway
-      tickets.tokens.ask();
-      u64* slots = (alone ? own : r.slots) + 2 * (u64)token * p.top_k;
-      constexpr u32 MOST = (WEAVE_ROUTER_KEYS + WARPS - 1) / WARPS;
-      finish_token<MOST>(team, p, c, token, r.gate ? gate : nullptr, !alone || blockIdx.x == 0, [&](u32 slot, u32 e, float weight) {
-        store_relaxed(slots + 2 * slot, tagged(e, tag));
-        store_relaxed(slots + 2 * slot + 1, tagged(bits_of(weight), tag));
-      });
-      if (alone) break;
-      token = NONE;
     }
+  if (!may_go_on()) return true;
+  const u32 tag = tag_of(not_earlier(epoch));
+  bool ok = true;
+  for (;;) {
+    const u32 token = alone ? 0 : tickets.tokens.take(b.s);
+    if (token >= work.tokens) break;
+    // What is given up is chosen from what there is: all threads meet, and the launch has failed anyway.
+    ok = collect_logits(team, p, work, c, token, tag, gate) && ok;
+    __syncthreads();
+    tickets.tokens.ask();
+    u64* slots = (alone ? own : r.slots) + 2 * (u64)token * p.top_k;
+    constexpr u32 MOST = (WEAVE_ROUTER_KEYS + WARPS - 1) / WARPS;
+    finish_token<MOST>(team, p, c, token, r.gate ? gate : nullptr, !alone || blockIdx.x == 0, [&](u32 slot, u32 e, float weight) {
+      store_relaxed(slots + 2 * slot, tagged(e, tag));
+      store_relaxed(slots + 2 * slot + 1, tagged(bits_of(weight), tag));
+    });
+    if (alone) break;
   }
   table.words = alone ? own : r.slots;
   table.tag = tag_of(epoch);
