@@ -194,6 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.compile_first:
         compile_first(args)
         print(f"[{clock.elapsed:5.0f} s] compiled", flush=True)
+        clock.passed_over()
     rivals = load_rivals(args.rivals)
     commit = args.commit or common.git_commit()
     out = Path(args.out)

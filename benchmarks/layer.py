@@ -727,6 +727,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.compile_first:
         compile_first(args)
         print(f"[{clock.elapsed:5.0f} s] compiled", flush=True)
+        clock.passed_over()
     names = args.contestants.split(",")
     commit = args.commit or common.git_commit()
     out = Path(args.out)

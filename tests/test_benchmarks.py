@@ -245,6 +245,20 @@ def test_a_clock_leaves_room_for_the_longest(
     assert common.Clock(None).room()
 
 
+def test_what_was_passed_over_is_no_measure_of_the_work(
+    common: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(common.time, "monotonic", lambda: now[0])
+    clock = common.Clock(100.0)
+    now[0] = 60.0  # compiling took a minute
+    clock.passed_over()
+    assert clock.room()
+    now[0] = 65.0
+    assert clock.room()
+    assert clock.longest == 5.0
+
+
 def test_commands_name_no_folder_of_the_machine() -> None:
     import common
 
