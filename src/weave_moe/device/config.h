@@ -244,6 +244,23 @@ WEAVE_FN u32 up_target(u32 tokens, u32 tiles) {
 // Slices of the shared experts are experts without biases; what a last, short slice lacks is zeros to its tensor maps.
 WEAVE_FN bool is_shared(const Launch& p, u32 expert) { return SHARED && expert >= p.routed; }
 
+// Tickets for a team of a block, the first of whose threads is the block's.
+struct TeamTickets {
+  u32* counter;
+  u32 next = 0;
+  WEAVE_FN void ask() {  // for one more: on its way from here on
+    if (threadIdx.x == 0) next = add_relaxed(counter, 1u);
+  }
+  template <class Team>
+  WEAVE_FN u32 take(const Team& team, Smem& s) {  // the one asked for; all of the team call
+    if (threadIdx.x == 0) s.ticket = next;
+    team.sync();
+    const u32 now = s.ticket;
+    team.sync();
+    return now;
+  }
+};
+
 // What every role holds: parameters, shared memory, and the way to give up. A role that fails says so to the launch and
 // to its block, and every wait of the block then returns false.
 struct Block {

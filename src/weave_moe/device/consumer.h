@@ -317,14 +317,13 @@ WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan, const SlotTab
   constexpr u32 ROWS = 4;  // of a ticket
   constexpr u32 WARPS_PER_ROW = CONSUMER_WARPS / ROWS < 1 ? 1 : CONSUMER_WARPS / ROWS;
   const u32 tickets = plan.totals->rows / ROWS;
-  u32 next = threadIdx.x == 0 ? add_relaxed(&p.shared.control->gather, 1u) : 0;
+  const BlockTeam team(0, CONSUMER_WARPS, 3);
+  TeamTickets claims = {&p.shared.control->gather};
+  claims.ask();
   for (;;) {
-    if (threadIdx.x == 0) b.s.ticket = next;
-    asm volatile("bar.sync 3, %0;" ::"n"(CONSUMER_WARPS * 32) : "memory");
-    const u32 ticket = b.s.ticket;
-    asm volatile("bar.sync 3, %0;" ::"n"(CONSUMER_WARPS * 32) : "memory");
+    const u32 ticket = claims.take(team, b.s);
     if (ticket >= tickets) return;
-    if (threadIdx.x == 0) next = add_relaxed(&p.shared.control->gather, 1u);  // on its way during the copy
+    claims.ask();  // on its way during the copy
     const u32 row = ticket * ROWS + warp / WARPS_PER_ROW;
     u32 lo = 0, hi = plan.totals->groups;  // the group that owns the row
     while (hi - lo > 1) {

@@ -152,7 +152,6 @@ struct LogitTile {
   }
 };
 
-WEAVE_FN float sigmoid_gate(float logit) { return 1.f / (1.f + expf(-logit)); }
 template <class Team>
 WEAVE_FN void given_logits(const Team& team, const Launch& p, const Choice& c, u32 token) {
   const Router& r = p.router;
@@ -180,7 +179,7 @@ WEAVE_FN void finish_token(const Team& team, const Launch& p, const Choice& c, u
       r.chosen_weights[(u64)token * top_k + lane] = weight;
     }
   } else if (lane < p.top_k) {
-    store(lane, p.routed + lane - top_k, gate ? sigmoid_gate(*gate) : 1.f);
+    store(lane, p.routed + lane - top_k, gate ? score_of(SIGMOID, *gate) : 1.f);
   }
   team.sync_warp();
 }
@@ -243,24 +242,10 @@ WEAVE_FN void run_units(const Launch& p, const RouterWork& work, u32 part, u32 e
     run_unit<4>(p, work, row, block * 32, segment, epoch);
 }
 
-// Tickets for the whole block. The next one is asked for when the work of this one is nearly done: sooner, and a block that
-// came early would hold two while another has none.
-struct BlockTickets {
-  u32* counter;
-  u32 next = 0;
-  WEAVE_FN void ask() {
-    if (threadIdx.x == 0) next = add_relaxed(counter, 1u);
-  }
-  WEAVE_FN u32 take(Smem& s) {  // all threads call
-    if (threadIdx.x == 0) s.ticket = next;
-    __syncthreads();
-    const u32 now = s.ticket;
-    __syncthreads();
-    return now;
-  }
-};
+// The next ticket is asked for when the work of this one is nearly done: sooner, and a block that came early would hold two
+// while another has none.
 struct RouterTickets {
-  BlockTickets units, tokens;
+  TeamTickets units, tokens;
   WEAVE_FN RouterTickets(const Launch& p) : units{&p.router.state->units}, tokens{&p.router.state->tokens} { units.ask(), tokens.ask(); }
 };
 
@@ -317,7 +302,7 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
   float* gate = (float*)scratch + team_choice_words(r.experts);
   if (ROUTER >= ROUTER_SAME)
     for (;;) {
-      const u32 part = tickets.units.take(b.s);
+      const u32 part = tickets.units.take(team, b.s);
       if (part * work.units_each >= work.units) break;
       run_units(p, work, part, epoch);
       tickets.units.ask();
@@ -326,7 +311,7 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
   const u32 tag = tag_of(not_earlier(epoch));
   bool ok = true;
   for (;;) {
-    const u32 token = alone ? 0 : tickets.tokens.take(b.s);
+    const u32 token = alone ? 0 : tickets.tokens.take(team, b.s);
     if (token >= work.tokens) break;
     // What is given up is chosen from what there is: all threads meet, and the launch has failed anyway.
     ok = collect_logits(team, p, work, c, token, tag, gate) && ok;
