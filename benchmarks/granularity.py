@@ -30,7 +30,6 @@ import policies
 import torch
 from common import Case, Row
 
-import weave_moe
 from weave_moe.backends import cuda
 from weave_moe.schedule.granularity import KernelPlan
 
@@ -81,36 +80,29 @@ def run_job(cell: common.Cell, job: Job, seconds: float, workers: int) -> list[R
     """A row a policy."""
     tasks = tasks_of(job.model, cell.active, job.tile_rows)
     size = LAYERS[job.model][0]
-    rows: dict[str, Row] = {}
+    rows: dict[policies.Variant, Row] = {}
     functions = {}
-    for policy in POLICIES:
-        variant = policies.Variant(policy)
-        rows[policy] = {
+    for variant in map(policies.Variant, POLICIES):
+        rows[variant] = {
             **cell.row,
-            "contestant": f"weave:{policy}",
+            "contestant": f"weave:{variant}",
             "tile_rows": job.tile_rows,
             "task_kb": job.tile_rows * size * 2 / 1024,
             "tasks": round(tasks, 1),
             "workers": workers,
         }
         workspace = policies.workspace_of(variant)
-        functions[policy] = policies.functions_of(variant, cell.layers, workspace)
-    right = cell.check(functions[POLICIES[0]], rows[POLICIES[0]])
-    want = cell.call(functions[POLICIES[0]], 0)
-    good = [p for p in POLICIES if right and torch.equal(cell.call(functions[p], 0), want)]
-    for policy in set(POLICIES) - set(good):
-        rows[policy]["error"] = f"wrong, or not the bits of {POLICIES[0]}"
-    for policy in good:
-        for name in ("rel_err", "max_row_err", "rows_checked"):
-            rows[policy][name] = rows[POLICIES[0]][name]
-        rows[policy]["version"] = weave_moe.__version__
-    times = common.in_turn({p: cell.graph(functions[p]) for p in good}, cell.device, seconds)
+        functions[variant] = policies.functions_of(variant, cell.layers, workspace)
+    good = policies.check_all(cell, functions, rows)
+    graphs = {str(variant): cell.graph(functions[variant]) for variant in good}
+    times = common.in_turn(graphs, cell.device, seconds)
     common.check_launches(cell.device)
-    for policy in good:
-        row, us = rows[policy], times[policy]
+    for variant in good:
+        row, us = rows[variant], times[str(variant)]
         common.timed(row, [t / cell.calls for t in us], cell.floor)
         row["task_us"] = round(row["us"] * workers / tasks, 4)
-        middle, width = common.spread([a / b for a, b in zip(us, times[good[0]], strict=True)])
+        ratios = [a / b for a, b in zip(us, times[str(good[0])], strict=True)]
+        middle, width = common.spread(ratios)
         row["over_static"], row["spread"] = round(middle - 1, 4), round(width, 4)
     return list(rows.values())
 

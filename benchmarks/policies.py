@@ -247,7 +247,7 @@ class Probe:
 
 
 def check_all(cell: Cell, functions: dict[Variant, Any], rows: dict[Variant, Row]) -> list[Variant]:
-    """Fills in the errors; the variants that are right, with steal's bits."""
+    """Fills in the errors; the variants that are right, with the first one's bits."""
     first = next(iter(functions))
     if not cell.check(functions[first], rows[first]):
         for variant in functions:
@@ -255,7 +255,7 @@ def check_all(cell: Cell, functions: dict[Variant, Any], rows: dict[Variant, Row
         return []
     want = cell.call(functions[first], 0)
     good = []
-    for variant, mine in functions.items():  # steal is the first
+    for variant, mine in functions.items():
         row = rows[variant]
         for name in ("rel_err", "max_row_err", "rows_checked", "note", "version"):
             row[name] = rows[first][name]

@@ -86,9 +86,14 @@ def load_experts(rows: Iterable[Row]) -> dict[Cell, Rows]:
     return found
 
 
+def policy_of(row: Row) -> str:
+    """Of a contestant weave:POLICY."""
+    return str(row["contestant"]).partition(":")[2]
+
+
 def variant_of(row: Row) -> str:
     """A policy, and what differs from the default knobs."""
-    policy = str(row["contestant"]).partition(":")[2]
+    policy = policy_of(row)
     changed = [f"{k}={v}" for k, v in row["knobs"].items() if v != DEFAULT_KNOBS.get(k)]
     return f"{policy}[{','.join(changed)}]" if changed else policy
 
@@ -629,7 +634,7 @@ def load_granularity(rows: Iterable[Row]) -> dict[tuple[int, str], Rows]:
     found: dict[tuple[int, str], Rows] = newest(
         sorted(rows, key=lambda row: (row["tile_rows"], row["task_kb"])),
         lambda row: (int(row["tile_rows"]), str(row["model"])),
-        lambda row: str(row["contestant"]).partition(":")[2],
+        policy_of,
     )
     return found
 
@@ -683,14 +688,15 @@ def load_neighbours(rows: Iterable[Row]) -> dict[tuple[Cell, str, int], Rows]:
     def job(row: Row) -> tuple[Cell, str, int]:
         return (cell_of(row), row["neighbour"], row["neighbour_sms"] or 0)
 
-    found: dict[tuple[Cell, str, int], Rows] = newest(
-        rows, job, lambda row: str(row["contestant"]).partition(":")[2]
-    )
+    found: dict[tuple[Cell, str, int], Rows] = newest(rows, job, policy_of)
     return found
 
 
-def beside_words(rows: Iterable[Row], kind: str, said: str, other: str) -> str:
-    """What a policy takes beside a neighbour, over stealing beside it and over itself alone."""
+def beside_words(rows: Iterable[Row], kind: str, said: str, it: str, runs: str) -> str:
+    """What a policy takes beside a neighbour, over stealing beside it and over itself alone.
+
+    said: what the neighbour is.  it: its pronoun.  runs: at which share of its rate, for {}.
+    """
     jobs = {
         (cell, sms): found for (cell, of, sms), found in load_neighbours(rows).items() if of == kind
     }
@@ -713,23 +719,23 @@ def beside_words(rows: Iterable[Row], kind: str, said: str, other: str) -> str:
         row["equal_bits"] and row["finite"] and row.get("reduced_right", True) for row in used
     )
     return (
-        f"Beside {said}, over `steal` beside {other}, geometric means of "
+        f"Beside {said}, over `steal` beside {it}, geometric means of "
         f"{cells}: {', '.join(texts)}. `steal` takes {one_or_range(alone, '.2f')} times as long as "
-        f"alone, and {'that kernel runs' if other == 'it' else 'the all-reduces run'} at "
-        f"{one_or_range(left, '.2f')} of {'its' if other == 'it' else 'their'} rate. "
+        f"alone, and {runs.format(one_or_range(left, '.2f'))}. "
         + ("All results are right." if right else "**Some results are wrong.**")
     )
 
 
 def all_reduce_words(rows: Iterable[Row]) -> str:
-    return beside_words(rows, "all-reduce", "NCCL's all-reduces on two GPUs", "them")
+    runs = "the all-reduces run at {} of their rate"
+    return beside_words(rows, "all-reduce", "NCCL's all-reduces on two GPUs", "them", runs)
 
 
 def stream_words(rows: Iterable[Row]) -> str:
     """The same of a kernel that only reads memory, with how many SMs it has."""
     sms = sorted({sms for _, kind, sms in load_neighbours(rows) if kind == "stream"})
-    count = " or ".join(map(str, sms))
-    return beside_words(rows, "stream", f"a kernel that reads memory on {count} SMs", "it")
+    said = f"a kernel that reads memory on {' or '.join(map(str, sms))} SMs"
+    return beside_words(rows, "stream", said, "it", "that kernel runs at {} of its rate")
 
 
 def neighbours_table(rows: Iterable[Row]) -> str:

@@ -232,11 +232,15 @@ def test_median_and_tail_of_a_row() -> None:
     assert common.spread([2.0]) == (2.0, 0.0)
 
 
-def test_a_clock_leaves_room_for_the_longest(
-    common: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(common.time, "monotonic", lambda: now[0])
+@pytest.fixture
+def now(common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What common.py takes for the time: its one element."""
+    seconds = [0.0]
+    monkeypatch.setattr(common.time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+def test_a_clock_leaves_room_for_the_longest(common: ModuleType, now: list[float]) -> None:
     clock = common.Clock(10.0)
     answers = []
     for now[0] in (1.0, 4.0, 5.0, 6.9, 7.1):
@@ -246,10 +250,8 @@ def test_a_clock_leaves_room_for_the_longest(
 
 
 def test_what_was_passed_over_is_no_measure_of_the_work(
-    common: ModuleType, monkeypatch: pytest.MonkeyPatch
+    common: ModuleType, now: list[float]
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr(common.time, "monotonic", lambda: now[0])
     clock = common.Clock(100.0)
     now[0] = 60.0  # compiling took a minute
     clock.passed_over()

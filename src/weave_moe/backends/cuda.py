@@ -64,7 +64,7 @@ SLAB_TOKENS: Final = 16_384
 SLAB_BYTES: Final = 5 << 30
 """Most tokens, and about the most bytes of rows, of one launch: larger calls run in slabs of equal
 size, in the same buffers. Each slab reads the weights again (deepseek-v3 at 16,384 tokens: 5 ms of
-22 with two slabs), so these bounds are as wide as a GPU has memory for."""
+22 with two slabs), so the bounds are wide."""
 
 _SPIN_LIMIT: Final = 8_000_000  # about 4 s of polling
 _RING_LIMIT_NS: Final = 20_000_000_000

@@ -33,8 +33,10 @@ MAX_STAGES: Final = 16
 """Most stages of the ring: barriers there are for."""
 
 MAX_SLOTS: Final = 32
-OWN_BYTES: Final = 16 * MAX_SLOTS  # the slots of a token that each block routes for itself
 """Of a token: experts it chose, and slices of the shared experts."""
+
+OWN_BYTES: Final = 16 * MAX_SLOTS
+"""Shared memory for the slots of a token that each block routes for itself."""
 
 GATHER_WIDTH: Final = 32
 """Rows of x of wider groups are copied into row order first; else read by token."""
