@@ -61,8 +61,7 @@ WEAVE_FN bool keep_waiting(const Shared& s, u32 polls, u32 error) {
 WEAVE_FN bool wait_for(const Shared& s, const u32* counter, u32 target, u32 error) {  // *counter >= target (acquire)
   for (u32 i = 0; i < s.spin_limit; ++i) {
     if (load_acquire(counter) >= target) return true;
-    if ((i & 63) == 63 && failed(s.control)) return false;
-    pause(i);
+    if (!keep_waiting(s, i, error)) return false;
   }
   fail(s.control, error);
   return false;
