@@ -23,6 +23,8 @@ pytestmark = needs_cxx
 Build = Callable[..., ctypes.CDLL]
 SEGMENT = 256
 ROOM = 2 * 8 * SORT_THREADS
+EPOCH = 2
+"""Of the words of weave::Control."""
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +75,19 @@ def emulate(
     blocks: int = 3,
     seed: int = 0,
     patches: Sequence[Patch] = (),
+    before: int = 0,
 ) -> Routed:
-    """Runs the router of a call of one launch. AssertionError where it does what it must not."""
+    """Runs the router of a call of one launch. AssertionError where it does what it must not.
+
+    before: launches that its workspace has seen; the first finds no words of another.
+    """
     (launch,), weights, ids = recorder.layer(call)
     library, p, held = build(launch.config, patches), launch.p, recorder.buffers
-    for tensor in (held.router, held.tagged, weights.view(torch.uint8), ids.view(torch.uint8)):
+    for tensor in (held.router, weights.view(torch.uint8), ids.view(torch.uint8)):
         tensor.fill_(0xA5)
+    if before == 0:
+        held.tagged.fill_(0xA5)
+    words(held.counters, p.shared.control, 3)[EPOCH] = before
     read = [*call.inputs().values(), held.router, held.tagged]
     library.emulate_allow(
         (ctypes.c_void_p * len(read))(*(t.data_ptr() for t in read)),
@@ -294,6 +303,21 @@ def test_logits_and_biases_of_any_type(
     check(given, emulate(build, recorder, given))
     made = exact_call(20, 9, 3, 64, selection_bias=bias.to(dtype), router_bias=bias.to(dtype))
     check(made, emulate(build, recorder, made))
+
+
+def two_launches(build: Build, recorder: Recorder, patches: Sequence[Patch] = ()) -> None:  # noqa: F811
+    """One after the other in a workspace, the second routed otherwise."""
+    for before, seed in enumerate((3, 4)):
+        g = torch.Generator().manual_seed(seed)
+        call = exact_call(70, 17, 3, 264, x=torch.randint(-4, 5, (70, 264), generator=g).bfloat16())
+        check(call, emulate(build, recorder, call, blocks=5, patches=patches, before=before))
+
+
+def test_a_launch_takes_no_words_of_the_one_before(build: Build, recorder: Recorder) -> None:  # noqa: F811
+    two_launches(build, recorder)
+    always_the_first = Patch("router.h", "return epoch + 1;", "return 1;")
+    with pytest.raises(AssertionError):
+        two_launches(build, recorder, [always_the_first])
 
 
 PLANTED = {
