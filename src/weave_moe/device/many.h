@@ -2,9 +2,9 @@
 // x into row order; the last adds up each token's rows.
 //
 // Sorting. The slots are cut into chunks, claimed by ticket. A worker chooses the experts of its chunk's tokens where the
-// launch routes (router.h), counts them, publishes the counts,
-// and waits until all chunks are counted: those that are not are held by running workers, so the wait ends. From all
-// counts each worker then knows, for its own chunks, the first row of each expert.
+// launch routes (router.h), counts them, publishes the counts, and waits until all chunks are counted: those that are not are
+// held by running workers, so the wait ends. From all counts each worker then knows, for its own chunks, the first row of
+// each expert.
 #pragma once
 #include "combine.h"
 #if WEAVE_ROUTER
