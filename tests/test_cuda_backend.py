@@ -39,6 +39,7 @@ from weave_moe.runtime.buffers import (
 from weave_moe.runtime.kernel import (
     COMBINE_WARPS,
     PIECE,
+    ROUTE_ROWS,
     ROUTE_TOKENS,
     ROUTE_WARPS,
     SORT_THREADS,
@@ -725,13 +726,13 @@ def test_no_routing_outgrows_a_layers_buffers(
         sums = -(-p.hidden // 256)
         assert 1 <= r.parts <= sums
         kept = tokens * (1 + sums - sums // r.parts) * -(-r.rows // 4) * 4
-        parts = (r.ids, 4 * slots, 4), (r.weights, 4 * slots, 4), (r.sums, 4 * kept, 4)
+        parts = (r.sums, 4 * kept, 16), (r.ids, 4 * slots, 4), (r.weights, 4 * slots, 4)
         disjoint(held.router, *(part for part in parts if part[1]))
         assert [one.name for one in recorder.all[:1]] == (["route"] if r.rows else ["sort"])
         if r.rows:
             blocks = recorder.all[0].blocks // r.parts
             assert recorder.all[0].blocks == blocks * r.parts
-            assert (blocks - 1) * ROUTE_TOKENS < tokens <= blocks * ROUTE_TOKENS
+            assert blocks == -(-tokens // ROUTE_TOKENS) * -(-r.rows // ROUTE_ROWS)
             assert not recorder.all[0].shared
         # A warp at least can choose in what the sort has for other things then.
         assert 2 * experts + 65 <= 16 * SORT_THREADS

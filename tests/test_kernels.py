@@ -25,6 +25,7 @@ from weave_moe.runtime.cache import cached_file
 from weave_moe.runtime.kernel import (
     COMBINE_WARPS,
     PIECE,
+    ROUTE_ROWS,
     ROUTE_TOKENS,
     ROUTE_WARPS,
     SORT_THREADS,
@@ -404,6 +405,7 @@ def layout(chosen: KernelConfig) -> dict[str, int]:
         }
         if chosen.many:
             found |= {"ROUTE_WARPS": ROUTE_WARPS, "ROUTE_TOKENS": ROUTE_TOKENS}
+            found |= {"ROUTE_ROWS": ROUTE_ROWS}
     if not chosen.many:
         return found | {"GATHER_WIDTH": 0 if chosen.scale_x else GATHER_WIDTH}
     return found | {

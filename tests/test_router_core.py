@@ -346,7 +346,7 @@ PLANTED = {
         "experts of three warps",
     ),
     "later ranges added to the wrong token": (
-        Patch("router.h", "from[i * rows4 + row]", "from[i * rows4 + row + rows4]"),
+        Patch("router.h", "from + i * rows4 + row)", "from + i * rows4 + row + rows4)"),
         "257 tokens",
     ),
 }

@@ -25,6 +25,11 @@ struct Meeting {
   std::vector<unsigned> words[6];
 };
 
+struct Copy {
+  void* to;
+  const void* from;
+  unsigned bytes;
+};
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
@@ -32,6 +37,7 @@ struct Fiber {
   bool finished = false;
   const Meeting* waits = nullptr;  // until its round is over
   unsigned round = 0;
+  std::vector<Copy> copies;  // that it has not waited for
 };
 
 struct Index {
@@ -161,7 +167,7 @@ void weave_yield() { emulated::yield(); }
 #define blockIdx (emulated::Index{emulated::now->block})
 #define gridDim (emulated::Index{emulated::blocks_of_grid})
 #define __global__
-#define __shared__
+#define __shared__ static  // one block at a time runs what has any
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n)
@@ -210,6 +216,8 @@ T __shfl_sync(unsigned, T v, unsigned from) {
 #define launch_dependents_may_start ptx_launch_dependents_may_start
 #define fence_async_proxy_shared ptx_fence_async_proxy_shared
 #define wait_for_previous_launch ptx_wait_for_previous_launch
+#define copy_async_16 ptx_copy_async_16
+#define copy_async_wait ptx_copy_async_wait
 #include "ptx.h"
 #undef pack2
 #undef unpack
@@ -219,6 +227,8 @@ T __shfl_sync(unsigned, T v, unsigned from) {
 #undef launch_dependents_may_start
 #undef fence_async_proxy_shared
 #undef wait_for_previous_launch
+#undef copy_async_16
+#undef copy_async_wait
 
 namespace weave {
 
@@ -236,6 +246,17 @@ inline void prefetch_l2(const void* p) { emulated::load((const char*)p); }
 inline void launch_dependents_may_start() {}
 inline void fence_async_proxy_shared() {}
 inline void wait_for_previous_launch() {}
+// As late as may be: a thread's copies are made when it waits for them.
+inline void copy_async_16(void* to, const void* from, u32 bytes) {
+  emulated::now->copies.push_back({to, from, bytes});
+}
+inline void copy_async_wait() {
+  for (const emulated::Copy& c : emulated::now->copies) {
+    if (c.bytes != 0 && c.bytes != 16) emulated::fail("a copy of some of its 16 bytes");
+    *(uint4*)c.to = c.bytes ? emulated::load((const uint4*)c.from) : uint4{0, 0, 0, 0};
+  }
+  emulated::now->copies.clear();
+}
 
 // Matrix fragments of mma.m16n8k16 as the PTX ISA has them: with g = lane / 4 and t = lane % 4, element i of a lane's
 // eight of A is row g, or g + 8 for i in 2, 3, 6, 7, and column 2 t + i % 2, plus 8 from i = 4 on; element i of its four

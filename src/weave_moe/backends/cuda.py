@@ -20,15 +20,16 @@ from ..runtime.buffers import (
     Buffers,
     needs_of,
     plan_arrays,
+    route_blocks,
     route_parts,
     slot_words,
+    sums_bytes,
 )
 from ..runtime.driver import TENSOR_MAP_BYTES, capture_id, encode_tensor_map
 from ..runtime.kernel import (
     COMBINE_WARPS,
     ERRORS,
     PIECE,
-    ROUTE_TOKENS,
     KernelConfig,
     Kernels,
     Launch,
@@ -356,10 +357,10 @@ class _Layer:
         r.expert_map = _pointer(call.experts.expert_map)
         words = tokens * p.top_k
         if plan.many:
-            r.ids = buffers.router.data_ptr()
+            r.parts = route_parts(tokens, p.hidden, self.rows, p.shared.workers)
+            r.sums = buffers.router.data_ptr()  # read 16 bytes at a time
+            r.ids = r.sums + sums_bytes(tokens, p.hidden, self.rows, r.parts)
             r.weights = r.ids + 4 * words
-            r.sums = r.weights + 4 * words
-            r.parts = route_parts(tokens, p.hidden, p.shared.workers)
         else:
             r.slots = buffers.tagged.data_ptr()
             r.partial = r.slots + 8 * slot_words(words)
@@ -715,7 +716,8 @@ def _launch(
     )
     stream = torch.cuda.current_stream().cuda_stream
     if kernels.route is not None:
-        kernels.route.launch(-(-tokens // ROUTE_TOKENS) * p.router.parts, stream, p)
+        blocks = route_blocks(tokens, p.router.rows) * p.router.parts
+        kernels.route.launch(blocks, stream, p)
     if kernels.sort is not None:
         kernels.sort.launch(workers, stream, p, shared=sort_bytes(experts, p.chunk_slots))
     kernels.experts.launch(workers, stream, maps, p)

@@ -79,6 +79,8 @@ WEAVE_FN void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: 
 WEAVE_FN void copy_async_16(u32 dst, const void* src, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
+WEAVE_FN void copy_async_16(void* dst, const void* src, u32 bytes) { copy_async_16(smem_address(dst), src, bytes); }
+WEAVE_FN void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // for all of this thread's
 // One arrival at `bar` when all copies that this thread has issued are complete.
 WEAVE_FN void copy_async_arrive(u64* bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");

@@ -95,46 +95,45 @@ struct LogitTile {
     }
   }
 
-  // Segments first_segment .. end_segment - 1, each as a sum of its own: done(segment) finds it in `sum`.
-  template <class Done>
-  WEAVE_FN void run(const Launch& p, u32 first_row, u32 first_token, u32 tokens, u32 first_segment, u32 end_segment, const Done& done) {
+  // The sums of one segment. x(i, column): 8 elements of the lane's token of block i, zeros where there are none. X_NEAR: they
+  // are in shared memory, and not asked for before they are needed.
+  template <bool X_NEAR, class X>
+  WEAVE_FN void run(const Launch& p, u32 first_row, u32 segment, const X& x) {
     const u32 lane = threadIdx.x & 31, g = lane / 4;
     const bool low = first_row + g < p.router.rows, high = first_row + g + 8 < p.router.rows;
     const char* rows[2] = {router_row(p, low ? first_row + g : 0), router_row(p, high ? first_row + g + 8 : 0)};
-    const u32 end = end_segment * SEGMENT < p.hidden ? end_segment * SEGMENT : p.hidden;
     // A lane's columns are 8 in a row, where the fragments want pairs: columns may come in any order that both sides share.
-    u32 column = first_segment * SEGMENT + lane % 4 * 8;
-    const auto load = [&](Operands& o) {
-      const bool in = column < end;
+    const u32 first_column = segment * SEGMENT + lane % 4 * 8;
+    const auto load_weights = [&](Operands& o, u32 column) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int v = 0; v < WEIGHT_VECTORS; ++v) {
           o.w[h][v] = make_uint4(0, 0, 0, 0);
-          if (in && (h ? high : low)) o.w[h][v] = __ldg((const uint4*)(rows[h] + (u64)column * (SPLIT_WEIGHT ? 4 : 2)) + v);
+          if (column < p.hidden && (h ? high : low)) o.w[h][v] = __ldg((const uint4*)(rows[h] + (u64)column * (SPLIT_WEIGHT ? 4 : 2)) + v);
         }
+    };
+    const auto load_x = [&](Operands& o, u32 column) {
 #pragma unroll
-      for (int i = 0; i < BLOCKS; ++i) {
-        const u32 token = first_token + 8 * i + g;
-        o.x[i] = make_uint4(0, 0, 0, 0);
-        if (in && token < tokens) o.x[i] = __ldg((const uint4*)((const u16*)p.x + (i64)token * p.x_pitch + column));
-      }
-      column += STEP;
+      for (int i = 0; i < BLOCKS; ++i) o.x[i] = x(i, column);
     };
     // Steps whose operands are on their way: as many as registers allow, and a divisor of a segment's.
     constexpr int MOST = BLOCKS == 1 ? 8 : 4, AHEAD = SPLIT_WEIGHT ? MOST / 2 : MOST;
     Operands ahead[AHEAD];
+    clear();
 #pragma unroll 1
-    for (u32 segment = first_segment; segment < end_segment; ++segment) {
-      clear();
-#pragma unroll 1
-      for (int s = 0; s < STEPS; s += AHEAD) {
+    for (u32 s = 0; s < STEPS; s += AHEAD) {
+      const u32 column = first_column + s * STEP;
 #pragma unroll
-        for (int a = 0; a < AHEAD; ++a) load(ahead[a]);
-#pragma unroll
-        for (int a = 0; a < AHEAD; ++a) multiply(ahead[a]);
+      for (u32 a = 0; a < AHEAD; ++a) {
+        load_weights(ahead[a], column + a * STEP);
+        if (!X_NEAR) load_x(ahead[a], column + a * STEP);
       }
-      done(segment);
+#pragma unroll
+      for (u32 a = 0; a < AHEAD; ++a) {
+        if (X_NEAR) load_x(ahead[a], column + a * STEP);
+        multiply(ahead[a]);
+      }
     }
   }
 
@@ -222,11 +221,14 @@ template <int BLOCKS>
 WEAVE_FN void run_unit(const Launch& p, const RouterWork& work, u32 first_row, u32 first_token, u32 segment, u32 epoch) {
   LogitTile<BLOCKS> tile;
   const u32 rows4 = router_rows4(p);
-  tile.run(p, first_row, first_token, work.tokens, segment, segment + 1, [&](u32) {
-    const u32 tag = tag_of(not_earlier(epoch));
-    tile.each(p, first_row, first_token, work.tokens, [&](u32 token, u32 row, float v) {
-      store_relaxed(p.router.partial + ((u64)token * work.segments + segment) * rows4 + row, tagged(bits_of(v), tag));
-    });
+  tile.template run<false>(p, first_row, segment, [&](int i, u32 column) {
+    const u32 token = first_token + 8 * i + (threadIdx.x & 31) / 4;
+    if (token >= work.tokens || column >= p.hidden) return make_uint4(0, 0, 0, 0);
+    return __ldg((const uint4*)((const u16*)p.x + (i64)token * p.x_pitch + column));
+  });
+  const u32 tag = tag_of(not_earlier(epoch));
+  tile.each(p, first_row, first_token, work.tokens, [&](u32 token, u32 row, float v) {
+    store_relaxed(p.router.partial + ((u64)token * work.segments + segment) * rows4 + row, tagged(bits_of(v), tag));
   });
 }
 
@@ -340,7 +342,7 @@ WEAVE_FN void reset_router(const Launch& p) {
 #endif
 
 #if WEAVE_MANY
-constexpr u32 ROUTE_WARPS = 8, ROUTE_TOKENS = 32;  // of a block of weave_route
+constexpr u32 ROUTE_WARPS = 8, ROUTE_TOKENS = 32, ROUTE_ROWS = ROUTE_WARPS * ROUTER_ROWS;  // of a block of weave_route
 
 // Segments are cut into r.parts ranges. The first is summed as it comes; the others' segments, which are to be added after it
 // and in order, are kept: [tokens][route_sums][rows rounded up to 4] r.sums.
@@ -350,31 +352,50 @@ WEAVE_FN u32 route_sums(const Launch& p) {
 }
 
 #if WEAVE_ROUTER > 1  // else nothing is multiplied
-// The sums of ROUTE_TOKENS tokens and a range of segments.
+// The sums of ROUTE_TOKENS tokens, ROUTE_ROWS rows and a range of segments. What all warps read, x, comes through shared memory,
+// a segment ahead; each warp's weights straight to its registers.
 extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32, 2) weave_route(const __grid_constant__ Launch p) {
   launch_dependents_may_start();
   wait_for_previous_launch();
   const Router& r = p.router;
   const SlotTable table(p);
-  const u32 range = blockIdx.x % r.parts, token = blockIdx.x / r.parts * ROUTE_TOKENS;
+  const u32 range = blockIdx.x % r.parts, row_blocks = div_up(r.rows, ROUTE_ROWS), block = blockIdx.x / r.parts;
+  const u32 token = block / row_blocks * ROUTE_TOKENS, row = block % row_blocks * ROUTE_ROWS + (threadIdx.x >> 5) * ROUTER_ROWS;
   if (token >= table.tokens) return;
   const u32 segments = router_segments(p), sums = route_sums(p), rows4 = router_rows4(p);
   const u32 begin = range * segments / r.parts, end = (range + 1) * segments / r.parts;
-  for (u32 row = (threadIdx.x >> 5) * ROUTER_ROWS; row < r.rows; row += ROUTE_WARPS * ROUTER_ROWS) {
-    constexpr int BLOCKS = ROUTE_TOKENS / 8;
-    LogitTile<BLOCKS> tile, part;
-    const auto keep = [&](const LogitTile<BLOCKS>& of, u32 sum) {
-      of.each(p, row, token, table.tokens, [&](u32 t, u32 at, float v) { r.sums[((u64)t * sums + sum) * rows4 + at] = v; });
-    };
-    tile.clear();
-    part.run(p, row, token, table.tokens, begin, end, [&](u32 segment) {
-      if (range == 0)
-        tile.add(part);
-      else
-        keep(part, 1 + segment - segments / r.parts);
-    });
-    if (range == 0) keep(tile, 0);
+  constexpr u32 VECTORS = SEGMENT / 8, THREADS_HERE = ROUTE_WARPS * 32, EACH = ROUTE_TOKENS * VECTORS / THREADS_HERE;
+  constexpr u32 PITCH = VECTORS + 4;  // of 16 bytes; two tokens that are read at once lie in different banks
+  __shared__ uint4 near[2][ROUTE_TOKENS * PITCH];
+  const auto fetch = [&](u32 segment) {
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i) {
+      const u32 at = threadIdx.x + i * THREADS_HERE, t = token + at / VECTORS, column = segment * SEGMENT + at % VECTORS * 8;
+      const bool in = t < table.tokens && column < p.hidden;
+      const u16* from = (const u16*)p.x + (in ? (i64)t * p.x_pitch + column : 0);
+      copy_async_16(&near[segment & 1][at / VECTORS * PITCH + at % VECTORS], from, in ? 16 : 0);
+    }
+  };
+  constexpr int BLOCKS = ROUTE_TOKENS / 8;
+  LogitTile<BLOCKS> tile, part;
+  const auto keep = [&](const LogitTile<BLOCKS>& of, u32 sum) {
+    of.each(p, row, token, table.tokens, [&](u32 t, u32 at, float v) { r.sums[((u64)t * sums + sum) * rows4 + at] = v; });
+  };
+  tile.clear();
+  fetch(begin);
+#pragma unroll 1
+  for (u32 segment = begin; segment < end; ++segment) {
+    const uint4* x = near[segment & 1];
+    copy_async_wait();
+    __syncthreads();  // and all have read the other half
+    if (segment + 1 < end) fetch(segment + 1);
+    part.template run<true>(p, row, segment, [&](int i, u32 column) { return x[(8 * i + (threadIdx.x & 31) / 4) * PITCH + column % SEGMENT / 8]; });
+    if (range == 0)
+      tile.add(part);
+    else
+      keep(part, 1 + segment - segments / r.parts);
   }
+  if (range == 0) keep(tile, 0);
 }
 #endif
 
@@ -389,11 +410,18 @@ WEAVE_FN void choose_tokens(const Launch& p, u32* words, u32 room, u32 warps, u3
   float* gate = (float*)(words + warp * each);
   for (u32 token = first + warp; warp < choosers && token < end; token += choosers) {
     const float* from = r.sums + (u64)token * sums * rows4;
-    for (u32 row = lanes.lane(); row < r.rows; row += 32) {
-      float logit = from[row];
+    for (u32 row = lanes.lane() * 4; row < r.rows; row += 32 * 4) {
+      float logit[4] = {0, 0, 0, 0};
 #pragma unroll 8
-      for (u32 i = 1; i < sums; ++i) logit += from[i * rows4 + row];
-      *(r.weight && row < r.experts ? &c.score[row] : gate) = logit;
+      for (u32 i = 0; i < sums; ++i) {
+        const uint4 v = *(const uint4*)(from + i * rows4 + row);
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (u32 j = 0; j < 4; ++j) logit[j] += float_of(words[j]);
+      }
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j)
+        if (row + j < r.rows) *(r.weight && row + j < r.experts ? &c.score[row + j] : gate) = logit[j];
     }
     if (r.logits) given_logits(lanes, p, c, token);
     __syncwarp();

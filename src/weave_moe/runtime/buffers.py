@@ -17,7 +17,7 @@ from torch import Tensor
 from ..schedule import max_groups, max_rows
 from ..schedule.granularity import KernelPlan
 from .driver import capture_id, encode_tensor_map
-from .kernel import MAX_CHUNK_SLOTS, ROUTE_TOKENS, ROUTER_STATE_BYTES
+from .kernel import MAX_CHUNK_SLOTS, ROUTE_ROWS, ROUTE_TOKENS, ROUTER_STATE_BYTES
 
 __all__ = [
     "ROUTER_STATE_BYTES",
@@ -112,8 +112,8 @@ def needs_of(
         plan_bytes = 4 * sum(size for _, size in plan_arrays(groups, experts, slots, chunks))
     router = tagged = 0
     if router_rows is not None and plan.many:
-        kept = kept_sums(hidden, route_parts(tokens, hidden, workers))
-        router = 8 * slots + 4 * tokens * kept * -(-router_rows // 4) * 4
+        ranges = route_parts(tokens, hidden, router_rows, workers)
+        router = 8 * slots + sums_bytes(tokens, hidden, router_rows, ranges)
     elif router_rows is not None:
         tagged = 8 * (slot_words(slots) + tokens * logit_sums(hidden) * -(-router_rows // 4) * 4)
     sums = parts = 0
@@ -143,15 +143,22 @@ def slot_words(slots: int) -> int:
     return -(-2 * slots // 4) * 4
 
 
-def route_parts(tokens: int, hidden: int, workers: int) -> int:
+def route_blocks(tokens: int, rows: int) -> int:
+    """Blocks of `weave_route` for a range of columns."""
+    return -(-tokens // ROUTE_TOKENS) * -(-rows // ROUTE_ROWS)
+
+
+def route_parts(tokens: int, hidden: int, rows: int, workers: int) -> int:
     """Ranges of columns that `weave_route` gives blocks of their own: two blocks an SM, or one."""
-    blocks = -(-tokens // ROUTE_TOKENS)
+    blocks = max(1, route_blocks(tokens, rows))
     return min(logit_sums(hidden), max(1, 2 * workers // blocks))
 
 
-def kept_sums(hidden: int, parts: int) -> int:
-    """Sums that `weave_route` leaves of a logit: of the first range, and of each segment behind."""
-    return 1 + logit_sums(hidden) - logit_sums(hidden) // parts
+def sums_bytes(tokens: int, hidden: int, rows: int, parts: int) -> int:
+    """Of what `weave_route` leaves: sums of the first range of columns, and of each segment behind;
+    a token's rows are a multiple of 16 bytes."""
+    kept = 1 + logit_sums(hidden) - logit_sums(hidden) // parts
+    return 16 * tokens * kept * -(-rows // 4)
 
 
 def logit_sums(hidden: int) -> int:

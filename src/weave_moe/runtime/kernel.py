@@ -329,6 +329,7 @@ MAX_CHUNK_SLOTS: Final = 1 << 15
 
 ROUTE_WARPS: Final = 8
 ROUTE_TOKENS: Final = 32
+ROUTE_ROWS: Final = 128
 """Of device/router.h: of a block of `weave_route`."""
 COMBINE_WARPS: Final = 8
 PIECE: Final = 256
