@@ -1,6 +1,6 @@
-"""Makes the README's results, docs/benchmarks.md's tables and the plots from benchmarks/results.
+"""Makes the README's results, the tables in docs and the plots from benchmarks/results.
 
-    python benchmarks/report.py            # writes README.md, docs/benchmarks.md, docs/*.png
+    python benchmarks/report.py            # writes README.md, docs/*.md, docs/*.png
     python benchmarks/report.py --check    # exit status 1 if a page is not what the results say
 
 Where a cell was timed several times, the last commit's rows count, and of those the last of each
@@ -20,9 +20,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-NAMES = ("experts", "policies", "neighbours", "layer", "more-rivals", "granularity")
+NAMES = (
+    *("experts", "policies", "neighbours", "layer", "more-rivals", "granularity"),
+    "end-to-end",
+)
 FILES = {name: RESULTS / f"h200-{name}.jsonl" for name in NAMES}
 README, DETAILS = ROOT / "README.md", ROOT / "docs/benchmarks.md"
+WHOLE_MODELS = ROOT / "docs/end_to_end.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 FEW = 256
 """Most tokens that count as few, here and in common.py."""
@@ -883,6 +887,91 @@ def layer_part(rows: Iterable[Row], folder: str) -> list[str]:
     return [*parts, router_words(cells), padded_words(padded), picture("layer", folder)]
 
 
+# --- whole models -------------------------------------------------------------------------------
+
+NEAR = 0.1
+"""A prediction of a whole model's gain that is off by no more than this is near."""
+Step = tuple[str, str, int]
+"""A model, a phase and its tokens."""
+
+
+def load_steps(rows: Iterable[Row]) -> dict[Step, Rows]:
+    """Rows of whole models by step and contestant."""
+    found: dict[Step, Rows] = newest(
+        rows, lambda row: (row["model"], row["phase"], row["T"]), lambda row: row["contestant"]
+    )
+    return found
+
+
+def ours_of_steps(steps: dict[Step, Rows]) -> list[Row]:
+    return [
+        row
+        for rows in steps.values()
+        for name, row in sorted(rows.items())
+        if name in ("weave", "weave:optimize") and "gain" in row
+    ]
+
+
+def whole_models_words(rows: Iterable[Row]) -> str:
+    """What whole models gain, and how near the prediction is."""
+    ours = ours_of_steps(load_steps(rows))
+    if not ours:
+        return ""
+    said = []
+    for phase in dict.fromkeys(row["phase"] for row in ours):
+        gains = [row["gain"] for row in ours if row["phase"] == phase]
+        said.append(f"{one_or_range(gains, '.2f')} times the tokens a second in {phase}")
+    layers = {f"{row['layers']} of {row['of_layers']} layers" for row in ours}
+    near = sum(abs(row["predicted_off"]) <= NEAR for row in ours)
+    far = [row for row in ours if abs(row["predicted_off"]) > NEAR]
+    text = (
+        f"In transformers, whole models with random weights ({', '.join(sorted(layers))}): "
+        f"{', '.join(said)}, over the fastest of transformers' own experts in CUDA graphs. What "
+        f"`weave-moe advise` predicts from transformers' times is within {NEAR:.0%} in {near} of "
+        f"{len(ours)}"
+    )
+    if far:
+        names = [
+            f"{row['model']} {row['phase']} {row['T']:,} as `{row['contestant']}` "
+            f"({row['predicted_gain']:.2f} predicted, {row['gain']:.2f} measured)"
+            for row in far
+        ]
+        text += f"; not in {', '.join(names)}"
+    return f"{text}."
+
+
+def whole_models_table(rows: Iterable[Row]) -> str:
+    """A row a step and way of ours."""
+    steps = load_steps(rows)
+    lines = []
+    for row in ours_of_steps(steps):
+        other = steps[row["model"], row["phase"], row["T"]][row["against"]]
+        lines.append(
+            [
+                *(row["model"], row["phase"], f"{row['T']:,}", f"`{row['contestant']}`"),
+                f"{row['tokens_per_s']:,.0f}",
+                f"{other['tokens_per_s']:,.0f} ({row['against'].partition(':')[2]})",
+                f"{row['gain']:.2f} ± {row['spread']:.2f}",
+                f"{row['predicted_gain']:.2f}",
+                f"{other['share']:.0%}",
+            ]
+        )
+    head = ["model", "phase", "tokens", "ours", "tokens/s", "transformers' best, tokens/s"]
+    head += ["gain", "predicted", "experts' share with transformers' best"]
+    return markdown(head, lines) if lines else ""
+
+
+def whole_models_section(rows: list[Row]) -> str:
+    """The generated part of docs/end_to_end.md."""
+    if not rows:
+        return f"{BEGIN}\n{END}"
+    versions = ", ".join(sorted({row["versions"]["transformers"] for row in rows}))
+    head = f"{provenance(rows)}, transformers {versions}."
+    return "\n".join(
+        [BEGIN, "\n\n".join([head, whole_models_words(rows), whole_models_table(rows)]), END]
+    )
+
+
 # --- pages --------------------------------------------------------------------------------------
 
 
@@ -921,6 +1010,7 @@ def readme_section(
     *,
     neighbours: Sequence[Row] = (),
     more: Sequence[Row] = (),
+    whole_models: Sequence[Row] = (),
 ) -> str:
     """The generated part of the README, between its markers. more: rows of more rivals."""
     cells, jobs = load_experts(experts), load_policies(policies)
@@ -937,6 +1027,9 @@ def readme_section(
     parts.append(picture("policies", "docs/"))
     whole = layer_part(layer, "docs/")
     parts += ["**The whole layer**", *whole] if whole else []
+    said = whole_models_words(whole_models)
+    if said:
+        parts += ["**Whole models**", f"{said} [docs/end_to_end.md](docs/end_to_end.md)"]
     parts.append("How it is measured, and all tables: [docs/benchmarks.md](docs/benchmarks.md).")
     return "\n".join([BEGIN, "\n\n".join(part for part in parts if part), END])
 
@@ -1049,8 +1142,10 @@ def pages() -> dict[Path, str]:
                 *(rows["experts"], rows["policies"], rows["layer"]),
                 neighbours=rows["neighbours"],
                 more=rows["more-rivals"],
+                whole_models=rows["end-to-end"],
             ),
         ),
+        WHOLE_MODELS: replaced(WHOLE_MODELS, whole_models_section(rows["end-to-end"])),
         DETAILS: replaced(
             DETAILS,
             details_section(

@@ -339,7 +339,10 @@ def test_its_machine_code_loads_and_stores_as_its_options_say(compiled: Compiled
     stores = {op.split(".")[1] for op in code if op.startswith("UTMASTG")}
     assert stores == ({"2D"} if chosen.many else set())
     for name in set(every) - {"weave_experts"}:
-        assert not [op for op in every[name] if op.startswith(("UTMA", "LDGSTS", "STSM"))], name
+        assert not [op for op in every[name] if op.startswith(("UTMA", "STSM"))], name
+        # The router's x of many tokens comes through shared memory.
+        copies = any(op.startswith("LDGSTS") for op in every[name])
+        assert copies == (name == "weave_route"), name
 
 
 def test_python_has_the_launchs_fields_where_the_kernel_has_them() -> None:

@@ -33,6 +33,7 @@ OF_A_FILE = {
         *("over_static", "spread"),
     },
     "h200-layer": {"floor_us", "read_tbs", "matrix_tflops", "active", "maxload"},
+    "h200-end-to-end": {"phase", "layers", "of_layers", "read_tbs", "matrix_tflops"},
     "h200-counters": {"label", "kernels", "dram_bytes", "dram_over_min", "l2_hit"},
 }
 Row = dict[str, Any]
@@ -431,6 +432,43 @@ def test_without_rows_of_the_layer_nothing_is_said_of_it(report: ModuleType) -> 
     assert report.layer_part([], "") == []
 
 
+def step_row(phase: str, tokens: int, contestant: str, us: float, **more: Any) -> Row:
+    row = {"model": "a", "T": tokens, "skew": None, "phase": phase, "contestant": contestant}
+    row |= {"layers": 8, "of_layers": 48, "us": us, "tokens_per_s": 1e6 * tokens / us}
+    versions = {"versions": {"torch": "2", "transformers": "5"}}
+    return row | ABOUT | versions | more
+
+
+def test_the_report_of_whole_models(report: ModuleType) -> None:
+    ours = {"against": "transformers:b", "spread": 0.004}
+    found = [
+        step_row("decode", 16, "transformers:a", 900.0, share=0.9),
+        step_row("decode", 16, "transformers:b", 450.0, share=0.5),
+        step_row("decode", 16, "without:experts", 225.0),
+        {k: v for k, v in step_row("decode", 16, "transformers:c", 1.0).items() if k != "us"},
+        step_row(
+            *("decode", 16, "weave", 300.0),
+            **ours | {"gain": 1.5, "predicted_gain": 1.6, "predicted_off": 0.067},
+        ),
+        step_row("prefill", 512, "transformers:b", 600.0, share=0.25),
+        step_row(
+            *("prefill", 512, "weave:optimize", 500.0),
+            **ours | {"gain": 1.2, "predicted_gain": 1.05, "predicted_off": -0.125},
+        ),
+    ]
+    words = report.whole_models_words(found)
+    assert "(8 of 48 layers): 1.50 times the tokens a second in decode, 1.20 times" in words
+    assert "within 10% in 1 of 2; not in a prefill 512 as `weave:optimize` (1.05 pre" in words
+    table = report.whole_models_table(found)
+    assert "| a | decode | 16 | `weave` | 53,333 | 35,556 (b) | 1.50 ± 0.00 | 1.60 | 50% |" in table
+    assert len(table.splitlines()) == 4
+    assert "transformers 5." in report.whole_models_section(found)
+    experts = [expert_row("a", 1, 0.0, "weave", 2.0)]
+    assert words in report.readme_section(experts, [], whole_models=found)
+    assert "**Whole models**" not in report.readme_section(experts, [])
+    assert report.whole_models_words([]) == report.whole_models_table([]) == ""
+
+
 def test_pages_and_plots_of_all_that_there_is(
     report: ModuleType,
     made_up: list[Row],
@@ -440,13 +478,15 @@ def test_pages_and_plots_of_all_that_there_is(
 ) -> None:
     pytest.importorskip("matplotlib")
     files = {name: tmp_path / f"{name}.jsonl" for name in report.FILES}
-    pages = [tmp_path / "README.md", tmp_path / "docs" / "benchmarks.md"]
+    names = ("README.md", "docs/benchmarks.md", "docs/end_to_end.md")
+    pages = [tmp_path / name for name in names]
     pages[1].parent.mkdir()
     for page in pages:
         page.write_text(f"before\n{report.BEGIN}\nyesterday's\n{report.END}\nafter\n")
     monkeypatch.setattr(report, "FILES", files)
     monkeypatch.setattr(report, "README", pages[0])
     monkeypatch.setattr(report, "DETAILS", pages[1])
+    monkeypatch.setattr(report, "WHOLE_MODELS", pages[2])
     monkeypatch.setattr(report, "ROOT", tmp_path)
     pairs = [(model, tokens) for model in "ab" for tokens in (1, 64, 4096)]
     write(
@@ -469,8 +509,8 @@ def test_pages_and_plots_of_all_that_there_is(
     assert report.main([]) == 0
     assert {p.name for p in tmp_path.rglob("*.png")} == {"rivals.png", "floor.png", "policies.png"}
     assert report.main(["--check"]) == 0
-    readme, details = (page.read_text() for page in pages)
-    for text in (readme, details):
+    readme, details, steps = (page.read_text() for page in pages)
+    for text in (readme, details, steps):
         assert text.startswith("before\n")
         assert text.endswith("after\n")
         assert "yesterday" not in text
@@ -486,7 +526,7 @@ def test_pages_and_plots_of_all_that_there_is(
     assert report.main(["--check"]) == 1
     assert report.main([]) == 0
     assert report.main(["--check"]) == 0
-    readme, details = (page.read_text() for page in pages)
+    readme, details, _ = (page.read_text() for page in pages)
     assert (pages[1].parent / "layer.png").exists()
     assert "(docs/layer.png)" in readme
     assert "(layer.png)" in details
