@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: quickstart test lint gpu-test clean
+.PHONY: quickstart test lint gpu-test docs clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/weave-moe quickstart
@@ -13,7 +13,11 @@ test: lint
 
 # The tests that need a Hopper GPU; skipped with the reason where there is none.
 gpu-test: $(VENV)/ready-test
-	$(BIN)/python -m pytest -m gpu -q
+	$(BIN)/python -m pytest -m gpu -q -n 4 --dist loadfile
+
+# The documentation as a site, in site/.
+docs: $(VENV)/ready-test
+	$(BIN)/python -m mkdocs build --strict -q
 
 lint: $(VENV)/ready-test
 	$(BIN)/ruff check .
@@ -30,4 +34,4 @@ $(VENV)/ready-test: pyproject.toml tools/setup_venv.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis weave-run weave-profile
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis weave-run weave-profile

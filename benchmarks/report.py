@@ -26,7 +26,7 @@ NAMES = (
 )
 FILES = {name: RESULTS / f"h200-{name}.jsonl" for name in NAMES}
 README, DETAILS = ROOT / "README.md", ROOT / "docs/benchmarks.md"
-WHOLE_MODELS = ROOT / "docs/end_to_end.md"
+WHOLE_MODELS, LIMITS = ROOT / "docs/end_to_end.md", ROOT / "docs/limits.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 FEW = 256
 """Most tokens that count as few, here and in common.py."""
@@ -1114,6 +1114,25 @@ def details_section(
     return "\n".join([BEGIN, "\n\n".join(part for part in parts if part), END])
 
 
+def limits_section(rows: dict[str, list[Row]]) -> str:
+    """The generated part of docs/limits.md; rows: by file."""
+    jobs, layer = load_policies(rows["policies"]), load_layer(rows["layer"])
+    experts, padded = load_experts(rows["experts"]), load_padded(rows["layer"])
+    parts = []
+    for title, texts in (
+        ("On a GPU of its own", [dynamic_words(jobs, where=True)]),
+        ("With SMs held by others", [held_words(jobs, where=True)]),
+        ("Where tasks are small", [granularity_words(rows["granularity"])]),
+        ("Against rivals, the experts", [rivals_words(experts)] if experts else []),
+        ("Against rivals, the whole layer", [rivals_words(layer), router_words(layer)]),
+        ("Tokens that are none", [padded_words(padded)]),
+        ("Whole models, and what was predicted", [whole_models_words(rows["end-to-end"])]),
+    ):
+        if any(texts):
+            parts += [f"## {title}", *(text for text in texts if text)]
+    return "\n".join([BEGIN, "\n\n".join(parts), END])
+
+
 def picture(name: str, folder: str = "") -> str:
     """A link to a plot that is there."""
     titles = {
@@ -1146,6 +1165,7 @@ def pages() -> dict[Path, str]:
             ),
         ),
         WHOLE_MODELS: replaced(WHOLE_MODELS, whole_models_section(rows["end-to-end"])),
+        LIMITS: replaced(LIMITS, limits_section(rows)),
         DETAILS: replaced(
             DETAILS,
             details_section(
