@@ -478,7 +478,7 @@ def test_pages_and_plots_of_all_that_there_is(
 ) -> None:
     pytest.importorskip("matplotlib")
     files = {name: tmp_path / f"{name}.jsonl" for name in report.FILES}
-    names = ("README.md", "docs/benchmarks.md", "docs/end_to_end.md")
+    names = ("README.md", "docs/benchmarks.md", "docs/end_to_end.md", "docs/limits.md")
     pages = [tmp_path / name for name in names]
     pages[1].parent.mkdir()
     for page in pages:
@@ -487,6 +487,7 @@ def test_pages_and_plots_of_all_that_there_is(
     monkeypatch.setattr(report, "README", pages[0])
     monkeypatch.setattr(report, "DETAILS", pages[1])
     monkeypatch.setattr(report, "WHOLE_MODELS", pages[2])
+    monkeypatch.setattr(report, "LIMITS", pages[3])
     monkeypatch.setattr(report, "ROOT", tmp_path)
     pairs = [(model, tokens) for model in "ab" for tokens in (1, 64, 4096)]
     write(
@@ -509,8 +510,8 @@ def test_pages_and_plots_of_all_that_there_is(
     assert report.main([]) == 0
     assert {p.name for p in tmp_path.rglob("*.png")} == {"rivals.png", "floor.png", "policies.png"}
     assert report.main(["--check"]) == 0
-    readme, details, steps = (page.read_text() for page in pages)
-    for text in (readme, details, steps):
+    texts = readme, details, _, limits = [page.read_text() for page in pages]
+    for text in texts:
         assert text.startswith("before\n")
         assert text.endswith("after\n")
         assert "yesterday" not in text
@@ -521,12 +522,15 @@ def test_pages_and_plots_of_all_that_there_is(
         in details
     )
     assert "Over all 12 cells: 1.18." in readme
+    assert "## On a GPU of its own\n\nOn an idle GPU" in limits
+    assert "## Tokens that are none" not in limits
     assert "whole layer" not in readme + details
     write(files["layer"], whole)
     assert report.main(["--check"]) == 1
     assert report.main([]) == 0
     assert report.main(["--check"]) == 0
-    readme, details, _ = (page.read_text() for page in pages)
+    readme, details, _, limits = (page.read_text() for page in pages)
+    assert "## Tokens that are none" in limits
     assert (pages[1].parent / "layer.png").exists()
     assert "(docs/layer.png)" in readme
     assert "(layer.png)" in details
