@@ -281,9 +281,12 @@ def test_with_sms_held_only_what_took_turns_is_compared(
         "| 66 | a | 64 | even | 25.0 | 0.990 | 1.004 | - | - | - |",
     ]
     words = report.held_words(jobs, where=True)
-    assert "geometric means of a: with 16 SMs held (1 cell) `static_strided` takes 1.20" in words
-    assert "with 66 SMs held (1 cell) `static_strided` takes 1.00 (1.00), `counter` takes" in words
-    assert words.endswith("nothing over static lists in 1 of these 2: a T=64 even with 66.")
+    assert "geometric means: with 16 SMs held (1 cell of a) `static_strided` takes 1.20" in words
+    assert (
+        "with 66 SMs held (1 cell of a) `static_strided` takes 1.00 (1.00), `counter` takes"
+        in words
+    )
+    assert words.endswith("nothing over static lists in 1 of these 2: a T=64 even with 66 held.")
     assert report.held_words(jobs).endswith("nothing over static lists in 1 of these 2.")
     idle = [row | {"us": 1.0} if not row["sms_held"] else row for row in made_up]
     assert report.held_table(report.load_policies(idle)).splitlines()[2:] == table
@@ -305,7 +308,7 @@ def test_how_little_is_stolen_is_said(report: ModuleType, made_up: list[Row]) ->
     ]
     words = report.steals_words(report.load_policies(rows))
     assert words.startswith("In 2 of 3 cells, those with SMs held among them, a launch")
-    assert "steals nothing, in the others up to 4 times: queues are refilled by a few" in words
+    assert "steals nothing, in the other one 4 times: queues are refilled by a few" in words
     assert "Under `window`, whose queues are filled before the first task, up to 30 times." in words
     assert report.steals_words({}) == ""
 
@@ -458,7 +461,7 @@ def test_the_report_of_whole_models(report: ModuleType) -> None:
         ),
     ]
     words = report.whole_models_words(found)
-    assert "(8 of 48 layers): 1.50 times the tokens a second in decode, 1.20 times" in words
+    assert "(a: 8 of 48 layers): 1.50 times the tokens a second in decode, 1.20 times" in words
     assert "within 10% in 1 of 2; not in a prefill 512 as `weave:optimize` (1.05 pre" in words
     table = report.whole_models_table(found)
     assert "| a | decode | 16 | `weave` | 53,333 | 35,556 (b) | 1.50 ± 0.00 | 1.60 | 50% |" in table
@@ -524,14 +527,14 @@ def test_pages_and_plots_of_all_that_there_is(
     )
     assert "Over all 12 cells: 1.18." in readme
     assert "## On a GPU of its own\n\nOn an idle GPU" in limits
-    assert "## Tokens that are none" not in limits
+    assert "## Padding" not in limits
     assert "whole layer" not in readme + details
     write(files["layer"], whole)
     assert report.main(["--check"]) == 1
     assert report.main([]) == 0
     assert report.main(["--check"]) == 0
     readme, details, _, limits = (page.read_text() for page in pages)
-    assert "## Tokens that are none" in limits
+    assert "## Padding" in limits
     assert (pages[1].parent / "layer.png").exists()
     assert "(docs/layer.png)" in readme
     assert "(layer.png)" in details
