@@ -361,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32, 2) weave_route(co
   const SlotTable table(p);
   const u32 range = blockIdx.x % r.parts, row_blocks = div_up(r.rows, ROUTE_ROWS), block = blockIdx.x / r.parts;
   const u32 token = block / row_blocks * ROUTE_TOKENS, row = block % row_blocks * ROUTE_ROWS + (threadIdx.x >> 5) * ROUTER_ROWS;
+  if (threadIdx.x == 0) store_relaxed(&p.shared.control->call, p.call);  // so that another call's sort knows these sums are not its own
   if (token >= table.tokens) return;
   const u32 segments = router_segments(p), sums = route_sums(p), rows4 = router_rows4(p);
   const u32 begin = range * segments / r.parts, end = (range + 1) * segments / r.parts;
@@ -400,7 +401,8 @@ extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32, 2) weave_route(co
 #endif
 
 // Tokens `first` to `end`, a warp each, by the first warps of the block, as many as have memory in `words`. All threads call;
-// afterwards p.ids and p.weights know their slots.
+// afterwards
+// r.ids and r.weights hold their slots.
 WEAVE_FN void choose_tokens(const Launch& p, u32* words, u32 room, u32 warps, u32 first, u32 end) {
   const Router& r = p.router;
   const WarpLanes lanes;

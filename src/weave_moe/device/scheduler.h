@@ -10,7 +10,7 @@ namespace weave {
 enum Error : u32 {
   OK = 0,
   OVERLAP = 1,        // two launches in one workspace at the same time
-  PLAN_TIMEOUT = 2,   // the plan was not published, or with many tokens the slots not counted, in time
+  PLAN_TIMEOUT = 2,   // the plan, the router's logits or slots, or with many tokens the counts, were not there in time
   TASK_TIMEOUT = 3,   // a task that this one needs was not finished in time
   RING_TIMEOUT = 4,   // GPU: a stage of the shared-memory ring was not filled or freed in time
 };
