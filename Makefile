@@ -17,7 +17,7 @@ gpu-test: $(VENV)/ready-test
 
 # The documentation as a site, in site/.
 docs: $(VENV)/ready-test
-	$(BIN)/python -m mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q
 
 lint: $(VENV)/ready-test
 	$(BIN)/ruff check .
