@@ -575,7 +575,7 @@ def held_words(jobs: dict[tuple[Cell, int], Rows], *, where: bool = False) -> st
                 span = one_or_range(pairs, ".2f")
                 parts.append(f"`{name}` takes {geometric_mean(pairs):.2f} ({span})")
         if parts:
-            models = list(dict.fromkeys(cell.model for cell, sms in held if sms == count))
+            models = dict.fromkeys(cell.model for cell, sms in held if sms == count)
             cells = f"{len(some)} cell{'s' if len(some) != 1 else ''} of {', '.join(models)}"
             texts.append(f"with {count} SMs held ({cells}) {', '.join(parts)}")
     if not texts:
@@ -1147,7 +1147,7 @@ def limits_section(rows: dict[str, list[Row]]) -> str:
         ("On a GPU of its own", [dynamic_words(jobs, where=True)]),
         ("With SMs held by others", [held_words(jobs, where=True)]),
         ("Where tasks are small", [granularity_words(rows["granularity"])]),
-        ("Against rivals, the experts", [rivals_words(experts)] if experts else []),
+        ("Against rivals, the experts", [rivals_words(experts)]),
         ("Against rivals, the whole layer", [rivals_words(layer), router_words(layer)]),
         ("Padding", [padded_words(padded)]),
         ("Whole models, and what was predicted", [whole_models_words(rows["end-to-end"])]),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from generators import assert_rows_close, generator
+from pages import code_blocks
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.7.0")
 
@@ -937,9 +938,7 @@ class TestCompile:
 def test_the_documentations_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/transformers.md, block by block, on a tiny model."""
     page = Path(__file__).resolve().parents[1] / "docs" / "transformers.md"
-    blocks = re.findall(
-        r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
-    )
+    blocks = code_blocks(page.read_text("utf-8"))
     model_of("Qwen3Moe").save_pretrained(tmp_path)
     names: dict[str, Any] = {"path": tmp_path}
     for block in blocks:
