@@ -226,9 +226,9 @@ struct SlotTable {
   WEAVE_FN float weight(u32 slot) const {
     return SLOTS_ARRIVE ? float_of((u32)load_relaxed(words + 2 * (u64)slot + 1)) : given_weight(p, slot);
   }
-  // Whether to go on waiting for what others write.
-  WEAVE_FN bool wait(u32 polls) const {
-    if (keep_waiting(p.shared, polls, PLAN_TIMEOUT)) return true;
+  // Whether to look once more for what others write.
+  WEAVE_FN bool may_look_again(u32 looks) const {
+    if (may_look(p.shared, looks, PLAN_TIMEOUT)) return true;
     *(volatile u32*)refused = 1;
     return false;
   }
@@ -252,10 +252,10 @@ struct TeamTickets {
     if (threadIdx.x == 0) next = add_relaxed(counter, 1u);
   }
   template <class Team>
-  WEAVE_FN u32 take(const Team& team, Smem& s) {  // the one asked for; all of the team call
-    if (threadIdx.x == 0) s.ticket = next;
+  WEAVE_FN u32 take(const Team& team, u32& shared) {  // the one asked for; all of the team call
+    if (threadIdx.x == 0) shared = next;
     team.sync();
-    const u32 now = s.ticket;
+    const u32 now = shared;
     team.sync();
     return now;
   }

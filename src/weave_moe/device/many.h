@@ -165,27 +165,25 @@ WEAVE_FN void scatter_chunk(const Launch& p, const SortMemory& m, u32 chunk) {
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1) weave_sort(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) u32 sort_words[];
-  __shared__ u32 next, failed_wait;
+  __shared__ u32 ticket, failed_wait;
   const SortMemory m = {sort_words, p.experts};
   Control* control = p.shared.control;
   launch_dependents_may_start();
   wait_for_previous_launch();
   const SlotTable table(p);
-  u32 held = 0, ticket = NONE;
-  if (threadIdx.x == 0) {
-    // Behind a failed launch the workspace is as that one left it.
-    const u32 error = load_relaxed(&control->error), first = add_relaxed(&control->gather, 1u);
-    ticket = error == OK ? first : NONE;
-  }
+  u32 held = 0;
+  const BlockTeam team(0, SORT_WARPS, 1);
+  TeamTickets tickets = {&control->gather};
+  tickets.ask();
+  // Behind a failed launch the workspace is as that one left it.
+  if (threadIdx.x == 0 && failed(control)) tickets.next = NONE;
   for (;;) {
-    if (threadIdx.x == 0) next = ticket;
-    __syncthreads();
-    const u32 chunk = next;
+    const u32 chunk = tickets.take(team, ticket);
     if (chunk >= p.sort_chunks) break;
+    tickets.ask();  // on its way while this chunk is counted
     if (threadIdx.x == 0) {
       if (ROUTER < ROUTER_SAME && chunk == 0) store_relaxed(&control->call, p.call);  // else weave_route has
       m.chunks()[held] = chunk;
-      ticket = add_relaxed(&control->gather, 1u);  // on its way while this chunk is counted
     }
     ++held;
 #if WEAVE_ROUTER

@@ -33,7 +33,7 @@ _CONTROL: Final = 64  # sizeof(weave::Control), rounded up
 _STAGES: Final = 3
 MAX_CHUNKS: Final = 256  # that a worker may come to hold: device/many.h
 _STORE_ROWS: Final = (64, 32, 16, 8)
-_GROWN: Final = ("h", "rows", "gathered", "plan", "sums", "router")
+_HELD: Final = ("_zeroed", "h", "rows", "gathered", "plan", "sums", "router")
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,8 @@ class Buffers:
         self._grow("router", needs.router)
         if len(self._streams) > 1 and not self._captured:
             # The allocator knows of the stream that memory was made on; this is another, perhaps.
-            for held in (*map(self.__dict__.get, _GROWN), self._zeroed):
-                if held is not None and held.numel():
-                    held.record_stream(stream)
+            for name in _HELD:
+                getattr(self, name).record_stream(stream)
 
     def _grow(self, name: str, size: int, *, zeroed: bool = False) -> None:
         old: Tensor = getattr(self, name)
@@ -305,6 +304,5 @@ class BufferPool:
             with buffers.lock:  # no launch of another thread between its fit and its start
                 torch.cuda.synchronize(self.device)  # those that started since are through
                 buffers.reset()
-                torch.cuda.synchronize(
-                    self.device
-                )  # the zeroing is on this stream, the next launch on any
+                # The zeroing is on this stream, the next launch on any.
+                torch.cuda.synchronize(self.device)
