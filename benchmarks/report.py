@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 NAMES = (
     *("experts", "policies", "neighbours", "layer", "more-rivals", "granularity"),
-    "end-to-end",
+    *("counters", "end-to-end"),
 )
 FILES = {name: RESULTS / f"h200-{name}.jsonl" for name in NAMES}
 README, DETAILS = ROOT / "README.md", ROOT / "docs/benchmarks.md"
@@ -616,26 +616,31 @@ def knobs_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
     return markdown(head, lines) if lines else ""
 
 
-def memory_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
+def load_counters(rows: Iterable[Row]) -> dict[Cell, Rows]:
+    """Rows by cell and policy, without those of builds or settings that have a label."""
+    found: dict[Cell, Rows] = newest((r for r in rows if not r["label"]), cell_of, policy_of)
+    return found
+
+
+def memory_table(cells: dict[Cell, Rows]) -> str:
     """DRAM bytes read over the least, and L2 hit rates."""
     lines = []
-    for cell, rows in idle_cells(jobs).items():
+    for cell, rows in cells.items():
         measured = [rows.get(name, {}) for name in ORDER]
-        if any(row.get("dram_over_min") is not None for row in measured):
-            texts = [
-                f"{figure(row, 'dram_over_min', '.2f')} / {figure(row, 'l2_hit', '.2f')}"
-                for row in measured
-            ]
-            lines.append([str(cell), *texts])
+        texts = [
+            f"{figure(row, 'dram_over_min', '.2f')} / {figure(row, 'l2_hit', '.2f')}"
+            for row in measured
+        ]
+        lines.append([str(cell), *texts])
     return markdown(["cell", *(f"`{name}`" for name in ORDER)], lines) if lines else ""
 
 
-def memory_words(jobs: dict[tuple[Cell, int], Rows]) -> str:
+def memory_words(cells: dict[Cell, Rows]) -> str:
     """What policies read over the least, with few and with many tokens."""
     texts = []
     for few, said in ((True, f"Up to {FEW} tokens"), (False, "above")):
         found: dict[str, list[float]] = {}
-        for cell, rows in idle_cells(jobs).items():
+        for cell, rows in cells.items():
             for name in ORDER:
                 value = rows.get(name, {}).get("dram_over_min")
                 if value is not None and (cell.tokens <= FEW) == few:
@@ -1066,10 +1071,11 @@ def details_section(
     *,
     more: Sequence[Row] = (),
     granularity: Sequence[Row] = (),
+    counters: Sequence[Row] = (),
 ) -> str:
     """The generated part of docs/benchmarks.md. more: rows of more rivals."""
     cells, jobs = load_experts(experts), load_policies(policies)
-    counted = load_policies([row for row in policies if row.get("dram_over_min") is not None])
+    counted = load_counters(counters)
     rows = [row for found in cells.values() for row in found.values()]
     head = f"{provenance(rows)}. {floor_words(rows)} {rivals_said(rows)}".strip()
     parts = ["## Against the floor and rivals", head]
@@ -1112,15 +1118,18 @@ def details_section(
                 held_table(jobs),
             ),
             ("### The queues' knobs", knobs_table(jobs)),
-            (
-                f"### Memory\n\n{memory_words(counted)} Bytes read from DRAM over the least "
-                "possible / L2 hit rate, by the hardware counters:",
-                memory_table(counted),
-            ),
             ("### Every cell\n\nPolicies over `steal`, idle GPU.", every_cell_table(jobs)),
         ):
             if text:
                 parts += [title, text]
+    if counted:
+        parts += [
+            "### Memory",
+            f"{provenance([row for named in counted.values() for row in named.values()])}. "
+            f"{memory_words(counted)} Bytes read from DRAM over the least possible / L2 hit rate, "
+            "by the hardware counters:",
+            memory_table(counted),
+        ]
     if granularity:
         parts += [
             "## The size of tasks",
@@ -1199,6 +1208,7 @@ def pages() -> dict[Path, str]:
                 *(rows["experts"], rows["policies"], rows["neighbours"], rows["layer"]),
                 more=rows["more-rivals"],
                 granularity=rows["granularity"],
+                counters=rows["counters"],
             ),
         ),
     }
