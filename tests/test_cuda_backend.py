@@ -932,6 +932,60 @@ def test_many_tokens_take_three_launches_that_cover_them(
     assert (combine.blocks - 1) * COMBINE_WARPS < warps <= combine.blocks * COMBINE_WARPS
 
 
+@pytest.mark.parametrize("routes", [False, True])
+def test_the_device_chooses_between_a_launch_for_few_tokens_and_the_others(
+    recorder: Recorder, routes: bool
+) -> None:
+    tokens = 2048
+    case = bf16_case(tokens, valid=5, residual=True)
+    if routes:
+        recorder.layer(layer_of(case))
+    else:
+        recorder.run(case)
+    few, *many = recorder.all
+    names = ["route", "sort", "experts", "combine"]
+    assert few.name == "experts"
+    assert [launched.name for launched in many] == names[not routes :]
+    assert [few.config.many, *(launched.config.many for launched in many)] == [
+        False,
+        *[True] * len(many),
+    ]
+    assert (few.p.tokens, many[0].p.tokens) == (FEW_TOKENS, tokens)
+    for name in ("x", "out", "residual", "valid", "valid_offset", "top_k"):
+        assert len({getattr(launched.p, name) for launched in recorder.all}) == 1, name
+    assert {launched.p.few_tokens for launched in recorder.all} == {FEW_TOKENS}
+    # One memory for both, made before either starts.
+    held = recorder.buffers
+    for launched in recorder.all:
+        p = launched.p
+        assert p.shared.control == held.counters.data_ptr()
+        assert p.h == held.h.data_ptr()
+        if routes:
+            assert p.router.state + ROUTER_STATE_BYTES <= p.shared.control + held.counters.numel()
+
+
+def test_where_nothing_is_to_choose_there_are_no_launches_more(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padded = bf16_case(2048, valid=5)
+    for case, most in (
+        (bf16_case(2048), 16_384),  # the host knows the number
+        (bf16_case(FEW_TOKENS, valid=5), 16_384),  # few in any case
+        (padded.with_(workspace=weave_moe.Workspace(trace=True)), 16_384),
+        # A slab that is itself a launch for few tokens.
+        (bf16_case(2 * FEW_TOKENS + 1, valid=5), 2 * FEW_TOKENS),
+    ):
+        monkeypatch.setattr(cuda, "SLAB_TOKENS", most)
+        launches = recorder.run(case)
+        assert [launch.p.few_tokens for launch in launches] == [0] * len(launches)
+        assert sum(launch.p.tokens for launch in launches) == len(case.args[0])
+    monkeypatch.setattr(cuda, "SLAB_TOKENS", 1024)
+    launches = recorder.run(padded)
+    assert [launch.p.tokens for launch in launches] == [FEW_TOKENS, 1024, 1024]
+    assert [launch.p.valid_offset for launch in launches] == [0, 0, 1024]
+    assert {launch.p.few_tokens for launch in launches} == {FEW_TOKENS}
+
+
 def test_parameters_come_from_the_call(recorder: Recorder) -> None:
     case = bf16_case(
         5, biases=True, valid=3, mapped=True, id_dtype=torch.int64, activation="swiglu_oai"
@@ -1533,6 +1587,16 @@ class TestCaptures:
         recorder.run(bf16_case(5))
         recorder.capturing = 2
         assert len(recorder.run(bf16_case(5))) == 1
+
+    def test_both_kernels_of_a_padded_call_must_be_ready(self, recorder: Recorder) -> None:
+        recorder.run(bf16_case(2048))
+        recorder.capturing = 1
+        with pytest.raises(RuntimeError, match=r"weave_moe\.warmup\(shape, tokens=2048\)"):
+            recorder.run(bf16_case(2048, valid=5))
+        recorder.capturing = None
+        recorder.run(bf16_case(2048, valid=5))
+        recorder.capturing = 2
+        assert len(recorder.run(bf16_case(2048, valid=5))) == 2
 
     def test_a_layers_kernel_is_another_one(self, recorder: Recorder) -> None:
         call = layer_of(bf16_case(5), shared=64)

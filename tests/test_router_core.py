@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from native import STEPPED, Builder, Patch, needs_cxx
-from test_cuda_backend import Recorder, bf16_case, layer_of, recorder  # noqa: F401
+from test_cuda_backend import Launched, Recorder, bf16_case, layer_of, recorder  # noqa: F401
 from weave_moe.routing import LayerCall, RoutingConfig, route, router_logits
 from weave_moe.runtime.buffers import logit_sums
 from weave_moe.runtime.kernel import SORT_THREADS, KernelConfig
@@ -67,6 +67,22 @@ def words(tensor: Tensor, at: int, *size: int) -> Tensor:
     return found.view(size)
 
 
+def allow(library: ctypes.CDLL, *read: Tensor) -> None:
+    """What the launches that follow may read."""
+    library.emulate_allow(
+        (ctypes.c_void_p * len(read))(*(t.data_ptr() for t in read)),
+        (ctypes.c_uint64 * len(read))(*(t.numel() * t.element_size() for t in read)),
+        len(read),
+    )
+
+
+def chosen(launches: Sequence[Launched], call: LayerCall) -> Launched:
+    """That of a call's launches which the device chooses, by the number of valid tokens."""
+    count, last = call.experts.num_valid_tokens, launches[-1]
+    few = count is not None and int(count) <= last.p.few_tokens
+    return launches[0] if few else last
+
+
 def emulate(
     build: Build,
     recorder: Recorder,  # noqa: F811
@@ -81,22 +97,18 @@ def emulate(
 
     before: launches that its workspace has seen; the first finds no words of another.
     """
-    (launch,), weights, ids = recorder.layer(call)
+    launches, weights, ids = recorder.layer(call)
+    launch = chosen(launches, call)
     library, p, held = build(launch.config, patches), launch.p, recorder.buffers
     for tensor in (held.router, weights.view(torch.uint8), ids.view(torch.uint8)):
         tensor.fill_(0xA5)
     if before == 0:
         held.tagged.fill_(0xA5)
     words(held.counters, p.shared.control, 3)[EPOCH] = before
-    read = [*call.inputs().values(), held.router, held.tagged]
-    library.emulate_allow(
-        (ctypes.c_void_p * len(read))(*(t.data_ptr() for t in read)),
-        (ctypes.c_uint64 * len(read))(*(t.numel() * t.element_size() for t in read)),
-        len(read),
-    )
+    allow(library, *call.inputs().values(), held.router, held.tagged)
     slots, sums = (p.tokens, p.top_k), None
     if launch.config.many:
-        first = recorder.all[0]
+        first = recorder.all[len(launches) - 1]
         assert (first.name == "route") == (p.router.rows > 0)
         grid = first.blocks if first.name == "route" else 0
         # The sort's memory, and memory for three warps' choices.
@@ -224,7 +236,8 @@ CALLS = {
     "logits": exact_call(20, 9, 3, 64, router="logits", shared=64),
     "logits and a gate": exact_call(20, 9, 3, 264, router="logits", shared=64, gated=True),
     # A launch of its own; blocks of 16 tokens, then of 32.
-    "257 tokens": exact_call(257, 33, 4, 264, case={"mapped": True, "valid": 250}),
+    "290 tokens": exact_call(290, 33, 4, 264, case={"mapped": True, "valid": 270}),
+    "20 of 290 tokens": exact_call(290, 33, 4, 264, case={"valid": 20}),
     "257 tokens, fp32": exact_call(
         *(257, 20, 4, 320), dtype=torch.float16, router="fp32", shared=64, gated=True
     ),
@@ -350,17 +363,33 @@ PLANTED = {
     ),
     "later ranges added to the wrong token": (
         Patch("router.h", "from + i * rows4 + row)", "from + i * rows4 + row + rows4)"),
-        "257 tokens",
+        "290 tokens",
     ),
 }
+
+
+def test_a_launch_that_is_not_chosen_multiplies_nothing(build: Build, recorder: Recorder) -> None:  # noqa: F811
+    call = CALLS["20 of 290 tokens"]
+    launches, *results = recorder.layer(call, return_routing=False)
+    route, p = recorder.all[1], launches[1].p
+    assert route.name == "route"
+    assert not any(result.numel() for result in results)  # nothing else is written
+    held = recorder.buffers.router
+    sums, library = held[: p.router.ids - p.router.sums], build(route.config, [])
+    allow(library, *call.inputs().values(), held)
+    for few, untouched in ((p.few_tokens, True), (0, False)):
+        p.few_tokens = few
+        held.fill_(0xA5)
+        library.emulate_many(ctypes.byref(p), route.blocks, 0, p.tokens, ROOM)
+        assert bool((sums == 0xA5).all()) == untouched
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_it_finds_what_is_planted(build: Build, recorder: Recorder, bug: str) -> None:  # noqa: F811
     patch, name = PLANTED[bug]
     call = CALLS[name]
-    (launch,), _, _ = recorder.layer(call)
-    build(launch.config, [patch])  # what does not compile is not found
+    launches, _, _ = recorder.layer(call)
+    build(chosen(launches, call).config, [patch])  # what does not compile is not found
 
     def run() -> None:
         for seed in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..runtime.buffers import (
     ROUTER_STATE_BYTES,
     BufferPool,
     Buffers,
+    Needs,
     needs_of,
     plan_arrays,
     route_blocks,
@@ -39,7 +40,7 @@ from ..runtime.kernel import (
     sort_bytes,
 )
 from ..schedule import POLICY_CODES, VICTIM_CODES
-from ..schedule.granularity import MAX_SLOTS, KernelPlan, choose_kernel
+from ..schedule.granularity import FEW_TOKENS, MAX_SLOTS, KernelPlan, choose_kernel
 from ..shapes import (
     Activation,
     ExpertsCall,
@@ -215,6 +216,14 @@ def plan_for(
         router=router,
         shared=shared,
     )
+
+
+@cache
+def most_few_tokens(shape: LayerShape, device: int, router: bool, shared: int) -> int:
+    """Most tokens of a call that gets one launch; 0 where none does."""
+    counts = range(FEW_TOKENS, 0, -1)
+    plans = (plan_for(shape, n, device, router=router, shared=shared) for n in counts)
+    return next((n for n, plan in zip(counts, plans, strict=False) if not plan.many), 0)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -442,9 +451,9 @@ def check(device: torch.device | int | None = None) -> None:
         index = torch.cuda.current_device()
     pool = _pools.get(index)
     if pool is not None:
-        stream = torch.cuda.current_stream(index).cuda_stream
-        if capture_id(stream) is None:
-            _raise_if_failed(pool)
+        with torch.cuda.device(index):  # whose stream may be in a capture
+            if capture_id(torch.cuda.current_stream().cuda_stream) is None:
+                _raise_if_failed(pool)
 
 
 _prepared: set[tuple[KernelConfig, int, int]] = set()
@@ -524,30 +533,63 @@ def _run(call: ExpertsCall, layer: _Layer | None = None) -> Tensor:
     stream = torch.cuda.current_stream().cuda_stream
     capturing = capture_id(stream) is not None
     buffers = _buffers_for(call, pool, stream, capturing=capturing)
-    slab = slab_tokens(call.shape, 0 if layer is None else layer.slices)
-    slab = -(-call.num_tokens // max(1, -(-call.num_tokens // slab)))  # all of about one size
-    for first in range(0, call.num_tokens, slab):
-        tokens = min(slab, call.num_tokens - first)
+    pieces = _pieces(call, layer, only_ready=capturing)
+    if pieces:
         with buffers.lock:
-            _launch(call, layer, out, first, tokens, pool, buffers, capturing)
+            buffers.fit(Needs.most(*(piece.needs for piece in pieces)))
+            for piece in pieces:
+                _launch(call, layer, out, piece, pool, buffers)
     return out
 
 
-def _launch(
+@dataclass(frozen=True)
+class _Piece:
+    """One launch of a call, or with many tokens those that make it: `tokens` tokens from `first`.
+
+    few_tokens: not 0 where the device chooses between this piece and another one.
+    """
+
+    first: int
+    tokens: int
+    few_tokens: int
+    plan: KernelPlan
+    kernels: Kernels
+    needs: Needs
+
+
+def _pieces(call: ExpertsCall, layer: _Layer | None, *, only_ready: bool) -> list[_Piece]:
+    """A slab after the other. Where the number of valid tokens is the device's to read and there is
+    room for many, a piece for few goes before them, and one of both returns at once."""
+    index = call.device.index or 0
+    slices = 0 if layer is None else layer.slices
+    slab = slab_tokens(call.shape, slices)
+    slab = -(-call.num_tokens // max(1, -(-call.num_tokens // slab)))  # all of about one size
+    plan = partial(plan_for, call.shape, device=index, router=layer is not None, shared=slices)
+    parts = [
+        (first, min(slab, call.num_tokens - first), plan(min(slab, call.num_tokens - first)))
+        for first in range(0, call.num_tokens, slab)
+    ]
+    few = 0
+    # The records of a traced call are those of its last launch.
+    if call.num_valid_tokens is not None and not _traced(call) and all(p.many for *_, p in parts):
+        few = most_few_tokens(call.shape, index, layer is not None, slices)
+        parts = [(0, few, plan(few)), *parts] if few and parts else parts
+    return [_piece(call, layer, *part, few, only_ready=only_ready) for part in parts]
+
+
+def _piece(
     call: ExpertsCall,
     layer: _Layer | None,
-    out: Tensor,
     first: int,
     tokens: int,
-    pool: BufferPool,
-    buffers: Buffers,
-    capturing: bool,
-) -> None:
+    plan: KernelPlan,
+    few_tokens: int,
+    *,
+    only_ready: bool,
+) -> _Piece:
     s = call.shape
     index = call.device.index or 0
     slices = 0 if layer is None else layer.slices
-    slots, experts = s.top_k + slices, s.experts + slices
-    plan = plan_for(s, tokens, index, router=layer is not None, shared=slices)
     kernels = _prepared_kernel(
         s,
         call.activation,
@@ -559,31 +601,49 @@ def _launch(
         router="none" if layer is None else layer.router,
         router_experts=0 if layer is None else layer.call.router_experts,
         shared_intermediate=0 if layer is None else layer.shared_intermediate,
-        only_ready=capturing,
+        only_ready=only_ready,
     )
     if kernels is None:
-        what = f"call weave_moe.warmup(shape, tokens={tokens})"
+        most = call.num_tokens
+        what = f"call weave_moe.warmup(shape, tokens={most})"
         if layer is not None:
-            what = f"call MoELayer.warmup({tokens}), or weave_moe.warmup with its router="
+            what = f"call MoELayer.warmup({most}), or weave_moe.warmup with its router="
         raise RuntimeError(
             "the experts kernel for this shape is not loaded yet and cannot be during graph "
             f"capture; {what} before it"
         )
-    workers = _device(index).multiprocessors
     needs = needs_of(
         plan,
         tokens=tokens,
-        top_k=slots,
-        experts=experts,
+        top_k=s.top_k + slices,
+        experts=s.experts + slices,
         hidden=s.hidden,
         intermediate=s.intermediate,
         dtype=s.dtype,
-        workers=workers,
+        workers=_device(index).multiprocessors,
         gated=s.gated,
         scale_x=call.weight_on_input,
         router_rows=None if layer is None else layer.rows,
     )
-    buffers.fit(needs)
+    return _Piece(first, tokens, few_tokens, plan, kernels, needs)
+
+
+def _launch(
+    call: ExpertsCall,
+    layer: _Layer | None,
+    out: Tensor,
+    piece: _Piece,
+    pool: BufferPool,
+    buffers: Buffers,
+) -> None:
+    s = call.shape
+    first, tokens, plan, kernels, needs = (
+        *(piece.first, piece.tokens),
+        *(piece.plan, piece.kernels, piece.needs),
+    )
+    slices = 0 if layer is None else layer.slices
+    slots, experts = s.top_k + slices, s.experts + slices
+    workers = _device(call.device.index or 0).multiprocessors
 
     p = Launch()
     p.x = call.x.data_ptr() + first * s.hidden * 2
@@ -639,6 +699,7 @@ def _launch(
     p.ring_bytes = plan.ring_bytes
     p.x_pitch = s.hidden
     p.tokens, p.top_k, p.experts, p.routed = tokens, slots, experts, s.experts
+    p.few_tokens = piece.few_tokens
     p.hidden, p.intermediate = s.hidden, s.intermediate
     p.chunks_up = -(-s.intermediate // plan.chunk_up(gated=s.gated))
     p.chunks_down = -(-s.hidden // plan.chunk_down)
@@ -748,6 +809,8 @@ class _Trace:
 
     def read(self) -> npt.NDArray[Any]:
         """`TRACE_DTYPE` records of all tasks, by when they were claimed. Waits for the device."""
+        if self.records.is_cuda:  # the launch may run on another stream than this thread's
+            torch.cuda.synchronize(self.records.device)
         found = self.records.cpu().numpy().view(TRACE_DTYPE)
         clock = self.clock.cpu().numpy()
         found = found[found["worker"] >= 0].copy()
@@ -811,7 +874,7 @@ def warmup(
     experts, 0 where there are none. `MoELayer.warmup` fills all of it in.
 
     Raises TypeError or ValueError, naming the argument, for a layer that the kernel does not take;
-    RuntimeError where there is no GPU that it runs on.
+    RuntimeError where there is no GPU that it runs on, and during graph capture.
     """
     if not isinstance(shape, LayerShape):
         raise TypeError(f"shape must be a LayerShape, got {type(shape).__name__}")
@@ -844,6 +907,9 @@ def warmup(
         raise RuntimeError(f"there is nothing to warm up: {reason}")
     with torch.cuda.device(index):
         _pool(torch.device("cuda", index))
+        # Asked for its other effect, too: a thread that is new to the device gets its context.
+        if capture_id(torch.cuda.current_stream().cuda_stream) is not None:
+            raise RuntimeError("warmup loads code, which cannot be done during graph capture")
         slices = shared_slices(shape, shared_intermediate)
         for count in range(1, min(tokens, slab_tokens(shape, slices)) + 1):
             plan = plan_for(shape, count, index, router=router is not None, shared=slices)

@@ -359,6 +359,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32, 2) weave_route(co
   wait_for_previous_launch();
   const Router& r = p.router;
   const SlotTable table(p);
+  if (!table.here) return;
   const u32 range = blockIdx.x % r.parts, row_blocks = div_up(r.rows, ROUTE_ROWS), block = blockIdx.x / r.parts;
   const u32 token = block / row_blocks * ROUTE_TOKENS, row = block % row_blocks * ROUTE_ROWS + (threadIdx.x >> 5) * ROUTER_ROWS;
   if (threadIdx.x == 0) store_relaxed(&p.shared.control->call, p.call);  // so that another call's sort knows these sums are not its own
