@@ -622,6 +622,17 @@ def load_counters(rows: Iterable[Row]) -> dict[Cell, Rows]:
     return found
 
 
+def ticket_words(rows: Iterable[Row]) -> str:
+    """What is to be said of rows from before workspaces left the size of a ticket to the plan."""
+    if all("batch" in row for row in rows if row["T"] > FEW):
+        return ""
+    return (
+        f"Above {FEW} tokens `steal` had `Workspace(batch=4)` in these measurements, up to four "
+        "tasks a ticket, where calls take one; what that changes is in "
+        "[measured.md](measured.md#many-tokens)."
+    )
+
+
 def memory_table(cells: dict[Cell, Rows]) -> str:
     """DRAM bytes read over the least, and L2 hit rates."""
     lines = []
@@ -1105,6 +1116,7 @@ def details_section(
         parts += [
             "## By policy",
             f"{provenance(idle)}. {floor_words(idle)}" if idle else "",
+            ticket_words(idle + held),
             *(dynamic_words(jobs, where=True), by_policy_table(jobs), picture("policies")),
             *("### A fixed map of experts to SMs, over `steal`", static_expert_words(jobs)),
             static_expert_table(jobs),
@@ -1125,9 +1137,8 @@ def details_section(
     if counted:
         parts += [
             "### Memory",
-            f"{provenance([row for named in counted.values() for row in named.values()])}. "
-            f"{memory_words(counted)} Bytes read from DRAM over the least possible / L2 hit rate, "
-            "by the hardware counters:",
+            f"{provenance(counters)}. {memory_words(counted)} {ticket_words(counters)} Bytes read "
+            "from DRAM over the least possible / L2 hit rate, by the hardware counters:",
             memory_table(counted),
         ]
     if granularity:
@@ -1139,7 +1150,7 @@ def details_section(
     if neighbours:
         parts += [
             "## Beside other work",
-            provenance(neighbours) + ".",
+            f"{provenance(neighbours)}. {ticket_words(neighbours)}".strip(),
             stream_words(neighbours),
             all_reduce_words(neighbours),
             neighbours_table(neighbours),
@@ -1153,7 +1164,7 @@ def limits_section(rows: dict[str, list[Row]]) -> str:
     experts, padded = load_experts(rows["experts"]), load_padded(rows["layer"])
     parts = []
     for title, texts in (
-        ("On a GPU of its own", [dynamic_words(jobs, where=True)]),
+        ("On a GPU of its own", [dynamic_words(jobs, where=True), ticket_words(rows["policies"])]),
         ("With SMs held by others", [held_words(jobs, where=True)]),
         ("Where tasks are small", [granularity_words(rows["granularity"])]),
         ("Against rivals, the experts", [rivals_words(experts)]),

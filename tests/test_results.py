@@ -259,6 +259,9 @@ def test_tables_by_policy(report: ModuleType, made_up: list[Row]) -> None:
     assert "`steal[steal=one]`" in report.knobs_table(jobs)
     assert "1.050 (1.05 to 1.05)" in report.by_policy_table(jobs)
     assert "0.900 | 1.5 / 1.5 |" in report.every_cell_table(jobs)
+    assert "had `Workspace(batch=4)`" in report.ticket_words(made_up)
+    assert report.ticket_words([row for row in made_up if row["T"] <= 256]) == ""
+    assert report.ticket_words([row | {"batch": None} for row in made_up]) == ""
     assert report.memory_table({}) == report.memory_words({}) == ""
     counted = [
         row | {"dram_over_min": row["T"] / 64 + row["over_steal"] / 10, "l2_hit": 0.4, "label": ""}
