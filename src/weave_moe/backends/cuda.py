@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from dataclasses import dataclass, replace
@@ -348,9 +349,9 @@ class _Layer:
     def shared(self) -> SharedExperts | None:
         return self.call.shared
 
-    def fill(self, p: Launch, plan: KernelPlan, tokens: int, first: int, buffers: Buffers) -> None:
-        """The router's part of a launch's parameters, for `tokens` tokens from `first` on."""
-        call, r = self.call, p.router
+    def fill(self, p: Launch, piece: _Piece, buffers: Buffers) -> None:
+        """The router's part of a launch's parameters; the others are known."""
+        call, r, tokens, first = self.call, p.router, piece.tokens, piece.first
         routing, experts = call.routing, call.router_experts
         r.weight = _pointer(call.router_weight)
         r.gate = None if self.shared is None else _pointer(self.shared.gate)
@@ -365,7 +366,8 @@ class _Layer:
             r.selection_kind = _KINDS[call.selection_bias.dtype]
         r.expert_map = _pointer(call.experts.expert_map)
         words = tokens * p.top_k
-        if plan.many:
+        r.state = p.shared.control + piece.needs.counters - ROUTER_STATE_BYTES
+        if piece.plan.many:
             r.parts = route_parts(tokens, p.hidden, self.rows, p.shared.workers)
             r.sums = buffers.router.data_ptr()  # read 16 bytes at a time
             r.ids = r.sums + sums_bytes(tokens, p.hidden, self.rows, r.parts)
@@ -636,107 +638,142 @@ def _launch(
     pool: BufferPool,
     buffers: Buffers,
 ) -> None:
-    s = call.shape
-    first, tokens, plan, kernels, needs = (
-        *(piece.first, piece.tokens),
-        *(piece.plan, piece.kernels, piece.needs),
-    )
-    slices = 0 if layer is None else layer.slices
-    slots, experts = s.top_k + slices, s.experts + slices
-    workers = _device(call.device.index or 0).multiprocessors
-
     p = Launch()
+    _fill_tensors(p, call, out, piece.first)
+    _fill_sizes(p, call, layer, piece)
+    _fill_buffers(p, call, piece, buffers)
+    _fill_knobs(p, call, piece.plan)
+    p.call = next(_calls) & 0xFFFF_FFFF
+    p.host_error = pool.error.data_ptr()
+    if layer is not None:
+        layer.fill(p, piece, buffers)
+    if _traced(call):
+        _fill_trace(p, call, piece)
+    maps = _maps(call, layer, piece.plan, buffers)
+    kernels, workers = piece.kernels, p.shared.workers
+    stream = torch.cuda.current_stream().cuda_stream
+    if kernels.route is not None:
+        blocks = route_blocks(piece.tokens, p.router.rows) * p.router.parts
+        kernels.route.launch(blocks, stream, p)
+    if kernels.sort is not None:
+        kernels.sort.launch(workers, stream, p, shared=sort_bytes(p.experts, p.chunk_slots))
+    kernels.experts.launch(workers, stream, maps, p)
+    if kernels.combine is not None:
+        warps = piece.tokens * -(-p.hidden // PIECE)
+        kernels.combine.launch(-(-warps // COMBINE_WARPS), stream, p)
+
+
+def _fill_tensors(p: Launch, call: ExpertsCall, out: Tensor, first: int) -> None:
+    """What the caller gave, from token `first` on."""
+    s = call.shape
     p.x = call.x.data_ptr() + first * s.hidden * 2
     p.ids = call.topk_ids.data_ptr() + first * s.top_k * call.topk_ids.element_size()
+    p.ids_wide = int(call.topk_ids.dtype == torch.int64)
     p.weights = call.topk_weights.data_ptr() + first * s.top_k * call.topk_weights.element_size()
-    p.valid = _pointer(call.num_valid_tokens)
-    p.valid_offset = first
-    p.valid_wide = int(
-        call.num_valid_tokens is not None and call.num_valid_tokens.dtype == torch.int64
-    )
+    p.weights_kind = _KINDS[call.topk_weights.dtype]
+    valid = call.num_valid_tokens
+    p.valid, p.valid_offset = _pointer(valid), first
+    p.valid_wide = int(valid is not None and valid.dtype == torch.int64)
     p.expert_map = _pointer(call.expert_map)
     p.experts_global = 0 if call.expert_map is None else call.expert_map.numel()
     p.b13, p.b2 = _pointer(call.b13), _pointer(call.b2)
+    p.bias_step, p.bias_up = (2, 1) if call.interleaved else (1, s.intermediate)
     if call.residual is not None:
         p.residual = call.residual.data_ptr() + first * s.hidden * 2
     p.out = out.data_ptr() + first * s.hidden * 2
-    p.h, p.rows = buffers.h.data_ptr(), buffers.rows.data_ptr()
-    if plan.many:
-        p.chunk_slots = needs.chunk_tokens * slots
-        p.sort_chunks = -(-tokens // needs.chunk_tokens)
-        at = buffers.plan.data_ptr()
-        for name, words in plan_arrays(needs.groups, experts, tokens * slots, p.sort_chunks):
-            setattr(p if name == "chunk_tokens" else p.plan, name, at)
-            at += 4 * words
-    p.max_rows = needs.h_rows - plan.width_cap
-    p.call = next(_calls) & 0xFFFF_FFFF
-    base = buffers.counters.data_ptr()
-    shared = p.shared
-    shared.control = base
-    shared.queue = base + 64
-    shared.up_done = base + 64 + 24 * workers
-    shared.down_done = shared.up_done + 4 * needs.groups
-    shared.up_parts = shared.down_done + 4 * experts
-    shared.down_parts = shared.up_parts + 4 * needs.groups * -(
-        -s.intermediate // plan.chunk_up(gated=s.gated)
-    )
-    p.sums = _pointer(buffers.sums) if needs.sums else None
-    shared.workers, shared.max_groups, shared.experts = workers, needs.groups, experts
-    shared.spin_limit = getattr(call.workspace, "_spin_limit", _SPIN_LIMIT)
-    knobs = p.knobs
-    policy = plan.policy if call.policy == "auto" else call.policy
-    knobs.policy = POLICY_CODES[policy]
-    knobs.victim = VICTIM_CODES[getattr(call.workspace, "victim", "largest")]
-    knobs.steal_one = int(getattr(call.workspace, "steal", "half") == "one")
-    knobs.min_steal = getattr(call.workspace, "min_steal", 1)
-    knobs.static_share = getattr(call.workspace, "static_share", 70)
-    knobs.batch = getattr(call.workspace, "batch", None) or plan.batch
-    p.host_error = pool.error.data_ptr()
-    p.weight_hint = _EVICT_FIRST if tokens < _HINT_NORMAL_TOKENS else _EVICT_NORMAL
-    p.hot_hint = getattr(call.workspace, "_hot_hint", p.weight_hint)
-    p.x_hint = _EVICT_NORMAL if plan.many else _EVICT_LAST
-    p.ring_limit_ns = _RING_LIMIT_NS
-    p.ring_bytes = plan.ring_bytes
-    p.x_pitch = s.hidden
-    p.tokens, p.top_k, p.experts, p.routed = tokens, slots, experts, s.experts
-    p.few_tokens = piece.few_tokens
-    p.hidden, p.intermediate = s.hidden, s.intermediate
+    p.stats = _pointer(getattr(call.workspace, "_cuda_stats", None))
+
+
+def _fill_sizes(p: Launch, call: ExpertsCall, layer: _Layer | None, piece: _Piece) -> None:
+    """The layer's sizes, and those of its tasks."""
+    s, act, plan = call.shape, call.activation, piece.plan
+    slices = 0 if layer is None else layer.slices
+    p.tokens, p.few_tokens, p.top_k = piece.tokens, piece.few_tokens, s.top_k + slices
+    p.experts, p.routed = s.experts + slices, s.experts
+    p.hidden, p.intermediate, p.x_pitch = s.hidden, s.intermediate, s.hidden
+    p.alpha, p.up_offset = act.alpha, act.up_offset
+    p.limit = act.limit if act.limit is not None else 0.0
     p.chunks_up = -(-s.intermediate // plan.chunk_up(gated=s.gated))
     p.chunks_down = -(-s.hidden // plan.chunk_down)
     p.up_blocks = s.intermediate // (4 if s.gated and not call.interleaved else 8)
-    p.bias_step, p.bias_up = (2, 1) if call.interleaved else (1, s.intermediate)
     # A K range has at least one stage's columns.
     p.parts_up = min(plan.parts_up, -(-s.hidden // plan.tile_k))
     p.parts_down = min(plan.parts_down, -(-s.intermediate // plan.tile_k))
     p.hold_down = int(plan.hold_down)
     p.combine_tokens, p.slice = plan.combine_tokens, plan.slice
     p.combine_slices = -(-s.hidden // plan.slice)
-    p.ids_wide = int(call.topk_ids.dtype == torch.int64)
-    p.weights_kind = _KINDS[call.topk_weights.dtype]
-    act = call.activation
-    p.alpha, p.up_offset = act.alpha, act.up_offset
-    p.limit = act.limit if act.limit is not None else 0.0
-    if layer is not None:
-        p.router.state = base + needs.counters - ROUTER_STATE_BYTES
-        layer.fill(p, plan, tokens, first, buffers)
-    stats = getattr(call.workspace, "_cuda_stats", None)
-    p.stats = _pointer(stats)
-    if _traced(call):
-        assert call.workspace is not None
-        tasks = needs.groups * (p.chunks_up * p.parts_up + p.chunks_down * p.parts_down)
-        tasks += 0 if plan.many else -(-tokens // plan.combine_tokens) * p.combine_slices
-        # A block that runs alone takes all tasks; one of many takes about its share.
-        p.trace_tasks = min(tasks, 8 * -(-tasks // workers) + 64)
-        trace = _Trace(call.device, workers, p.trace_tasks)
-        p.trace, p.trace_clock = trace.records.data_ptr(), trace.clock.data_ptr()
-        call.workspace._cuda_trace = trace
+    p.ring_bytes = plan.ring_bytes
+    p.weight_hint = _EVICT_FIRST if piece.tokens < _HINT_NORMAL_TOKENS else _EVICT_NORMAL
+    p.hot_hint = getattr(call.workspace, "_hot_hint", p.weight_hint)
+    p.x_hint = _EVICT_NORMAL if plan.many else _EVICT_LAST
 
+
+def _fill_buffers(p: Launch, call: ExpertsCall, piece: _Piece, buffers: Buffers) -> None:
+    """Memory between launches; the sizes are known."""
+    plan, needs, workers = piece.plan, piece.needs, _device(call.device.index or 0).multiprocessors
+    p.h, p.rows = buffers.h.data_ptr(), buffers.rows.data_ptr()
+    p.max_rows = needs.h_rows - plan.width_cap
+    p.sums = _pointer(buffers.sums) if needs.sums else None
+    if plan.gathers or call.weight_on_input:
+        p.gathered = buffers.gathered.data_ptr()
+    if plan.many:
+        p.chunk_slots = needs.chunk_tokens * p.top_k
+        p.sort_chunks = -(-p.tokens // needs.chunk_tokens)
+        at = buffers.plan.data_ptr()
+        slots = p.tokens * p.top_k
+        for name, words in plan_arrays(needs.groups, p.experts, slots, p.sort_chunks):
+            setattr(p if name == "chunk_tokens" else p.plan, name, at)
+            at += 4 * words
+    shared = p.shared
+    shared.control = buffers.counters.data_ptr()
+    shared.queue = shared.control + 64
+    shared.up_done = shared.queue + 24 * workers
+    shared.down_done = shared.up_done + 4 * needs.groups
+    shared.up_parts = shared.down_done + 4 * p.experts
+    shared.down_parts = shared.up_parts + 4 * needs.groups * p.chunks_up
+    shared.workers, shared.max_groups, shared.experts = workers, needs.groups, p.experts
+
+
+def _fill_knobs(p: Launch, call: ExpertsCall, plan: KernelPlan) -> None:
+    """The policy and its settings, and how long anything waits."""
+    workspace, knobs = call.workspace, p.knobs
+    knobs.policy = POLICY_CODES[plan.policy if call.policy == "auto" else call.policy]
+    knobs.victim = VICTIM_CODES[getattr(workspace, "victim", "largest")]
+    knobs.steal_one = int(getattr(workspace, "steal", "half") == "one")
+    knobs.min_steal = getattr(workspace, "min_steal", 1)
+    knobs.static_share = getattr(workspace, "static_share", 70)
+    knobs.batch = getattr(workspace, "batch", None) or plan.batch
+    p.shared.spin_limit = getattr(workspace, "_spin_limit", _SPIN_LIMIT)
+    p.ring_limit_ns = _RING_LIMIT_NS
+
+
+def _fill_trace(p: Launch, call: ExpertsCall, piece: _Piece) -> None:
+    """Room for the records of a launch, which the workspace holds."""
+    assert call.workspace is not None
+    workers = p.shared.workers
+    tasks = piece.needs.groups * (p.chunks_up * p.parts_up + p.chunks_down * p.parts_down)
+    tasks += 0 if piece.plan.many else -(-p.tokens // p.combine_tokens) * p.combine_slices
+    # A block that runs alone takes all tasks; one of many takes about its share.
+    p.trace_tasks = min(tasks, 8 * -(-tasks // workers) + 64)
+    trace = _Trace(call.device, workers, p.trace_tasks)
+    p.trace, p.trace_clock = trace.records.data_ptr(), trace.clock.data_ptr()
+    call.workspace._cuda_trace = trace
+
+
+def _maps(
+    call: ExpertsCall, layer: _Layer | None, plan: KernelPlan, buffers: Buffers
+) -> ctypes.Structure:
+    """`weave::Maps` of a launch."""
+    s = call.shape
     unused = [bytes(TENSOR_MAP_BYTES)]
     shared_inter = 0 if layer is None else layer.shared_intermediate
     packed_down = packed(s.intermediate, shared_inter)
-    shared_maps = (*unused, *unused)
+    weights = _maps_of_weights(
+        *(call.w13, call.w2, s, plan), interleaved=call.interleaved, packed_down=packed_down
+    )
+    shared_weights = (*unused, *unused)
     if layer is not None and layer.shared is not None:
-        shared_maps = _maps_of_weights(
+        shared_weights = _maps_of_weights(
             layer.shared.w13,
             layer.shared.w2,
             replace(s, experts=1, top_k=1, intermediate=shared_inter),
@@ -746,7 +783,6 @@ def _launch(
         )
     gathered, store_h, store_rows = unused, unused, unused
     if plan.gathers or call.weight_on_input:
-        p.gathered = buffers.gathered.data_ptr()
         gathered = buffers.row_maps(
             buffers.gathered, s.hidden, plan, s.dtype, packed=packed(s.hidden)
         )
@@ -757,33 +793,8 @@ def _launch(
         store_rows = 4 * unused  # fp16: rows of fp32, stored without a map
         if s.dtype == "bfloat16":
             store_rows = buffers.store_maps(buffers.rows, s.hidden, plan.tile_m // 2, s.dtype)
-    maps = launch_maps(
-        [
-            *_maps_of_weights(
-                call.w13,
-                call.w2,
-                s,
-                plan,
-                interleaved=call.interleaved,
-                packed_down=packed_down,
-            ),
-            *shared_maps,
-            *buffers.row_maps(buffers.h, s.intermediate, plan, s.dtype, packed=packed_down),
-            *gathered,
-            *store_h,
-            *store_rows,
-        ]
-    )
-    stream = torch.cuda.current_stream().cuda_stream
-    if kernels.route is not None:
-        blocks = route_blocks(tokens, p.router.rows) * p.router.parts
-        kernels.route.launch(blocks, stream, p)
-    if kernels.sort is not None:
-        kernels.sort.launch(workers, stream, p, shared=sort_bytes(experts, p.chunk_slots))
-    kernels.experts.launch(workers, stream, maps, p)
-    if kernels.combine is not None:
-        warps = tokens * -(-s.hidden // PIECE)
-        kernels.combine.launch(-(-warps // COMBINE_WARPS), stream, p)
+    h = buffers.row_maps(buffers.h, s.intermediate, plan, s.dtype, packed=packed_down)
+    return launch_maps([*weights, *shared_weights, *h, *gathered, *store_h, *store_rows])
 
 
 TRACE_DTYPE: Final = np.dtype(
