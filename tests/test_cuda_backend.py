@@ -1644,6 +1644,8 @@ class TestCaptures:
             kinds = {None: "none", "logits": "logits", "bfloat16": "same", "float32": "fp32"}
             router = data.draw(st.sampled_from(list(kinds)), "router")
             shared = 0 if router is None else data.draw(st.sampled_from([0, 64, 200]), "Is")
+            if cuda._other_layer(shape, shape.experts, shared):
+                shared = 0
             slices = cuda.shared_slices(shape, shared)
             cuda.warmup(shape, most, router=router, shared_intermediate=shared)
             warm = set(recorder.compiled)
@@ -1719,6 +1721,14 @@ class TestCaptures:
             ({}, {"router": "float16"}, ValueError, '^router must be None, "logits", .*float16'),
             ({}, {"shared_intermediate": 8}, ValueError, "^router must not be None"),
             ({}, {"router": "logits", "shared_intermediate": -8}, ValueError, "^shared_intermedi"),
+            *(
+                ({}, {"router": "logits", **sizes}, ValueError, f"^router must be None .*{words}")
+                for sizes, words in (
+                    ({"router_experts": 2000}, "2000 experts; at most 1,024"),
+                    ({"shared_intermediate": 12}, "12; it must be a multiple of 8"),
+                    ({"shared_intermediate": 64 * 40}, "40 slices of shared ones a token"),
+                )
+            ),
             ({"dtype": "float32"}, {}, ValueError, "^shape must be .*float32"),
             ({"hidden": 60}, {}, ValueError, "^shape must be .*hidden is 60"),
             ({"gated": False}, {}, ValueError, "^activation must have no gate, .*silu"),

@@ -267,12 +267,28 @@ _SCORINGS: Final = {name: i for i, name in enumerate(RoutingConfig.SCORINGS)}
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+def _other_layer(s: LayerShape, router_experts: int, shared_intermediate: int) -> str | None:
+    """Why one launch does not take router, experts and shared experts of such sizes, None if it
+    does."""
+    slices = shared_slices(s, shared_intermediate)
+    if router_experts > 1024:
+        return f"the router has {router_experts} experts; at most 1,024"
+    if shared_intermediate % 8:
+        return (
+            f"the shared experts' intermediate size is {shared_intermediate}; it must be a "
+            "multiple of 8"
+        )
+    if s.top_k + slices > MAX_SLOTS:
+        return f"{s.top_k} experts and {slices} slices of shared ones a token; at most {MAX_SLOTS}"
+    if s.experts + slices > 1024:
+        return f"{s.experts} experts and {slices} slices of shared ones; at most 1,024"
+    return None
+
+
 def _other_router(call: LayerCall) -> str | None:
     """Why the kernel does not route as the call says, None if it does."""
     if call.routing.num_groups > 32:
         return f"{call.routing.num_groups} groups of experts; at most 32"
-    if call.router_experts > 1024:
-        return f"the router has {call.router_experts} experts; at most 1,024"
     weight, gate = call.router_weight, call.shared.gate if call.shared is not None else None
     for name, tensor in (("router_weight", weight), ("shared.gate", gate)):
         if tensor is None:
@@ -293,15 +309,6 @@ def _other_shared(call: LayerCall) -> str | None:
     """Why the kernel does not take the call's shared experts, None if it does."""
     if call.shared is None:
         return None
-    s = call.experts.shape
-    inter = call.shared.w2.size(1)
-    slices = shared_slices(s, inter)
-    if inter % 8:
-        return f"the shared experts' intermediate size is {inter}; it must be a multiple of 8"
-    if s.top_k + slices > MAX_SLOTS:
-        return f"{s.top_k} experts and {slices} slices of shared ones a token; at most {MAX_SLOTS}"
-    if s.experts + slices > 1024:
-        return f"{s.experts} experts and {slices} slices of shared ones; at most 1,024"
     if call.experts.weight_on_input and call.shared.gate is not None:
         return "the weight is on the input, and the shared experts' gate on the output"
     for weight in (call.shared.w13, call.shared.w2):
@@ -412,7 +419,12 @@ class _Cuda:
             return _run(call)
 
     def layer_unavailable(self, call: LayerCall) -> str | None:
-        return _other_router(call) or _other_shared(call)
+        inter = 0 if call.shared is None else call.shared.w2.size(1)
+        return (
+            _other_layer(call.experts.shape, call.router_experts, inter)
+            or _other_router(call)
+            or _other_shared(call)
+        )
 
     def layer(self, call: LayerCall, return_routing: bool) -> tuple[Tensor, Tensor, Tensor]:
         experts = call.experts
@@ -907,6 +919,12 @@ def warmup(
     reason = _other_shape(shape)
     if reason is not None:
         raise ValueError(f"shape must be one that the kernel takes: {reason}")
+    experts = shape.experts if router_experts is None else router_experts
+    reason = None if router is None else _other_layer(shape, experts, shared_intermediate)
+    if reason is not None:
+        raise ValueError(
+            f"router must be None for a layer that is put together from parts: {reason}"
+        )
     if act.gated != shape.gated:
         wanted = "a gate" if shape.gated else "no gate"
         raise ValueError(f"activation must have {wanted}, as shape says, got {act.kind}")
@@ -932,7 +950,7 @@ def warmup(
                 bias=bias,
                 scale_x=weight_on_input,
                 router=kinds[router],
-                router_experts=shape.experts if router_experts is None else router_experts,
+                router_experts=experts,
                 shared_intermediate=shared_intermediate,
                 only_ready=False,
             )
