@@ -381,6 +381,13 @@ def test_layers_that_the_kernel_refuses_are_no(change: dict[str, int]) -> None:
     assert "kernel does not take" in found.reason
 
 
+def test_quantised_checkpoints_are_no() -> None:
+    layer = replace(preset("qwen3-30b"), quantized="fp8")
+    found = advise(layer, routing(8, 128, 8))
+    assert (found.verdict, found.results, found.speedup) == ("no", (), None)
+    assert "weights are fp8, which the GPU kernel does not take" in found.reason
+
+
 def test_held_sms_and_a_hot_expert_are_what_it_is_for() -> None:
     layer = preset("qwen3-30b")
     ids = routing(64, 128, 8)
