@@ -464,11 +464,23 @@ def _verdict(found: Advice) -> tuple[str, str]:
     if found.against == "given" and speedup < 1 - LEVEL:
         return "no", f"it would be slower: {speedup:.2f} times as fast as {found.versus}"
     if found.busy is not None and found.busy > BUSY:
-        whose = f"under {found.static}, simulated" if found.against == "simulated" else "now"
-        return "already-busy", (
-            f"SMs are busy {found.busy:.0%} of the time ({whose}), so a perfect schedule gives at "
-            f"most {1 / found.busy:.2f} times; predicted: {speedup:.2f} against {found.versus}"
+        most, predicted = 1 / found.busy, f"predicted: {speedup:.2f} against {found.versus}"
+        if found.against == "simulated":
+            return "already-busy", (
+                f"SMs are busy {found.busy:.0%} of the time under {found.static}, simulated, so a "
+                f"perfect schedule of this kernel gives at most {most:.2f} times; {predicted}. No "
+                "other kernel was measured on such a layer: what yours takes now (--now) says more"
+            )
+        reason = (
+            f"SMs are busy {found.busy:.0%} of the time now, so a perfect schedule gives at most "
+            f"{most:.2f} times; {predicted}"
         )
+        if speedup > most:
+            reason += (
+                ", which is more: that is not the kernel whose SMs are so busy, or they do more "
+                "than they need; what it takes now (--now) would tell"
+            )
+        return "already-busy", reason
     gain = end_to_end(share, sure)
     less = "" if sure == speedup else f" ({sure:.2f} with the simulation's error against it)"
     part_of = f"{share:.0%} of the step{', assumed,' if found.assumed else ''}"
