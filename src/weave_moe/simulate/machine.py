@@ -31,6 +31,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "l2_tbs": (0.001, 1000),
     "sm_gbs": (0.1, 100_000),
     "matrix_tflops": (0.1, 1_000_000),
+    "boost": (1, 100),
     "narrow_width": (1, 256),
     "l2_mb": (0, 1_000_000),
     "shared_bytes": (131_072, 1 << 20),  # less has no room for the ring of the widest tiles
@@ -55,6 +56,7 @@ class Machine:
         l2_tbs: TB/s that all SMs together read from L2.
         sm_gbs: GB/s that one SM takes in, from wherever.
         matrix_tflops: dense bf16 TFLOP/s of all SMs.
+        boost: times that figure an SM reaches by itself, since power is what all of them share.
         narrow_width: columns below which a product takes no less time.
         l2_mb: MB read from device memory until a weight tile has left L2 again.
         shared_bytes: shared memory of a block.
@@ -88,6 +90,7 @@ class Machine:
     l2_tbs: float
     sm_gbs: float
     matrix_tflops: float
+    boost: float = 1.0
     narrow_width: int = 32
     l2_mb: float = 30.0
     shared_bytes: int = 232_448
