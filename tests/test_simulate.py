@@ -265,7 +265,8 @@ def test_claims_are_those_of_the_device_code(
 # What time must follow from
 
 
-@given(launches(), st.floats(1.1, 4.0))
+# Powers of two change no rounding, and so none of the ties that a schedule hangs on.
+@given(launches(), st.sampled_from([0.5, 2.0, 4.0]))
 @settings(max_examples=40)
 def test_a_machine_n_times_as_fast_takes_an_nth(launch: dict[str, Any], n: float) -> None:
     machine = launch["machine"]
@@ -277,7 +278,7 @@ def test_a_machine_n_times_as_fast_takes_an_nth(launch: dict[str, Any], n: float
     slow = {sm: extra / n for sm, extra in launch["slow"].items()}
     before = simulate(**launch)
     after = simulate(**(launch | {"machine": replace(machine, **changed), "slow": slow}))
-    assert after.time_us * n == pytest.approx(before.time_us, rel=0.02)
+    assert after.time_us * n == pytest.approx(before.time_us, rel=1e-9)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

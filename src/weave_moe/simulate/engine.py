@@ -155,7 +155,7 @@ class SharedTile:
 
     def __init__(self) -> None:
         self.arrived = NEVER
-        self.mark = 0.0  # bytes read from device memory until then
+        self.mark = 0.0  # bytes that had come from device memory until then
         self.waiting: list[tuple[float, Transfer]] = []
 
 
@@ -223,7 +223,8 @@ class Launch:
         self.timed: list[tuple[float, int, Any, Any]] = []
         self.counter = 0
         self.now = self.over = 0.0
-        self.read_bytes = 0.0
+        self.read_bytes = 0.0  # weights
+        self.through = 0.0  # all that came from device memory through L2
         self.trace: list[tuple[int, ...]] | None = [] if trace else None
         self.trace_times: list[tuple[float, float, float]] = []
         self.stage_first = [NEVER] * 3
@@ -280,7 +281,7 @@ class Launch:
         self.active = running  # blocks that have something to do
         # Of all SMs: the share that is at work with fewer does not make them faster.
         self.least = sms / machine.boost
-        # Bytes read from device memory when a group's rows were last used, in each stage.
+        # `through` when a group's rows were last used, in each stage.
         self.used: tuple[list[float], ...] = ([NEVER] * len(groups), [NEVER] * len(groups))
         # Activations stay in L2 until there are too many of them.
         written = work.written_bytes()
@@ -364,8 +365,8 @@ class Launch:
         task.intake = size + rows
         used = self.used[number]
         # At their first use they are where they were written, which `traffic` counts.
-        task.again = rows if self.read_bytes - used[group] > self.l2_bytes else 0.0
-        used[group] = self.read_bytes
+        task.again = rows if self.through - used[group] > self.l2_bytes else 0.0
+        used[group] = self.through
         tokens = groups[group].tokens
         task.copies = stage.copy * tokens if tokens <= GATHER_WIDTH else 0.0
         task.left = 1.0
@@ -375,7 +376,7 @@ class Launch:
             key = (groups[group].first * stage.chunks + tile.chunk) * stage.parts + tile.part
             shared = self.tiles[number].get(key)
             if shared is None or (
-                shared.arrived < NEVER and self.read_bytes - shared.mark > self.l2_bytes
+                shared.arrived < NEVER and self.through - shared.mark > self.l2_bytes
             ):
                 shared = self.tiles[number][key] = SharedTile()
             else:
@@ -413,7 +414,8 @@ class Launch:
         shared = task.tile
         if task.cold or (task.again and shared is not None and shared.arrived < NEVER):
             size = task.size if task.cold else 0.0
-            self.read_bytes += (size + task.again) * share
+            self.read_bytes += size * share
+            self.through += (size + task.again) * share
             size = size * self.traffic + task.again
             self.memory.start(self.now, size * share / task.worker.share, task)
             return
@@ -442,7 +444,7 @@ class Launch:
             return
         shared = task.tile
         if task.cold and shared is not None:
-            shared.arrived, shared.mark = self.now, self.read_bytes
+            shared.arrived, shared.mark = self.now, self.through
             for end, sibling in shared.waiting:
                 self._at(max(end, self.now), self._loaded, sibling)
             shared.waiting.clear()
