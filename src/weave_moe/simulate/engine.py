@@ -9,7 +9,8 @@ Three things bound a task:
   from device memory, the others get it from L2, no sooner than the first one does. A group's rows
   are read again where so much has been read since their last use that they have left L2.
 * the matrix unit: stages of the ring, each as long as its width takes; shorter while other SMs have
-  nothing to do, since all of them share the power.
+  nothing to do, since all of them share the power. None is shorter than waiting for a stage,
+  multiplying and freeing it take, one after the other.
 * what it depends on: down tasks on their group's gate_up tasks, combine tasks on their experts'.
   Meanwhile weights stream on, up to what the ring holds.
 
@@ -133,19 +134,22 @@ class StageCosts:
     """What the tasks of gate_up or down have in common; sizes in bytes.
 
     steps: ring stages.  tile, last_tile: weights of a chunk, and of the last one.  column:
-    activations of one column.  copy: microseconds of one row, where rows are read by token.
+    activations of one column.  turns, copy: microseconds of the copies, where rows are read by
+    token: of stages, and of each row besides.
     """
 
-    __slots__ = ("chunks", "column", "copy", "last_tile", "parts", "steps", "tile")
+    __slots__ = ("chunks", "column", "copy", "last_tile", "parts", "steps", "tile", "turns")
 
-    def __init__(self, stage: StageShape, kernel: KernelPlan, halves: int, copy: float) -> None:
+    def __init__(
+        self, stage: StageShape, kernel: KernelPlan, halves: int, turn: float, copy: float
+    ) -> None:
         self.chunks, self.parts = stage.chunks, stage.parts
         self.steps = max(1, -(-stage.reduction // kernel.tile_k) // stage.parts)
         self.column = stage.reduction * ELEMENT / stage.parts
         row = halves * self.column
         self.tile = stage.chunk_outputs * row
         self.last_tile = (stage.outputs - (stage.chunks - 1) * stage.chunk_outputs) * row
-        self.copy = copy * self.steps
+        self.turns, self.copy = turn * self.steps, copy * self.steps
 
 
 class SharedTile:
@@ -261,18 +265,18 @@ class Launch:
         rounds = -(-(plan.rows // GATHER_ROWS) // running)
         gather = machine.gather_us + machine.gather_ticket_us * rounds
         self.gathered = planned + gather if widest > GATHER_WIDTH else 0.0
-        copy = machine.copy_row_ns / 1e3 * kernel.tile_k / 128
+        turn, copy = machine.stage_us, machine.copy_row_ns / 1e3 * kernel.tile_k / 128
         if kernel.many:
             # Launches of their own sort and gather before, and combine after; both at the rate of
             # device memory, where the rows do not stay in L2.
             moved = (work.slots + work.tokens) * work.shape.hidden * ELEMENT / self.memory.total
             planned = machine.sort_us + moved
-            self.late_plan, self.gathered, copy = machine.plan_us, 0.0, 0.0
+            self.late_plan, self.gathered, turn, copy = machine.plan_us, 0.0, 0.0, 0.0
             self.combined = machine.combine_launch_us + moved
         self.planned = planned
         self.stages = (
-            StageCosts(work.stages[0], kernel, 2 if work.shape.gated else 1, copy),
-            StageCosts(work.stages[1], kernel, 1, 0.0),
+            StageCosts(work.stages[0], kernel, 2 if work.shape.gated else 1, turn, copy),
+            StageCosts(work.stages[1], kernel, 1, 0.0, 0.0),
         )
         self.expert = [g.expert for g in groups]
         self.width = [g.width for g in groups]
@@ -359,7 +363,8 @@ class Launch:
         task.chunk = tile.chunk
         task.steps = stage.steps
         active = self.active if self.active > self.least else self.least
-        task.step = self.step_time[group] * active / self.machine.sms + task.worker.slow
+        step, turn = self.step_time[group] * active / self.machine.sms, self.machine.stage_us
+        task.step = (step if step > turn else turn) + task.worker.slow
         size = stage.last_tile if tile.chunk == stage.chunks - 1 else stage.tile
         rows = self.width[group] * stage.column
         task.intake = size + rows
@@ -368,7 +373,7 @@ class Launch:
         task.again = rows if self.through - used[group] > self.l2_bytes else 0.0
         used[group] = self.through
         tokens = groups[group].tokens
-        task.copies = stage.copy * tokens if tokens <= GATHER_WIDTH else 0.0
+        task.copies = stage.turns + stage.copy * tokens if tokens <= GATHER_WIDTH else 0.0
         task.left = 1.0
         task.cold, task.tile = True, None
         siblings = groups[group].siblings

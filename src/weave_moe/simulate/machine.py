@@ -70,7 +70,9 @@ class Machine:
             is wide enough for it, and that much more for each of an SM's tickets.
         sort_us, combine_launch_us: of the launches before and after the experts', for many tokens,
             besides the rows they move.
-        copy_row_ns: of a row of x in a stage of 128 columns, where it copies rows singly, in ns.
+        stage_us: of a stage of the ring at least: of its products, which begin when it has come and
+            end before it is free; and of its copies, where rows of x are copied singly.
+        copy_row_ns: of such a row in a stage of 128 columns, besides, in ns.
         latency_us: of a read from device memory, as far as the loads in flight do not hide it.
         claim_us: of an atomic whose result is waited for (a stage's first ticket).
         steal_us: of looking at all queues and taking from one.
@@ -102,7 +104,8 @@ class Machine:
     gather_ticket_us: float = 1.0
     sort_us: float = 10.0
     combine_launch_us: float = 3.0
-    copy_row_ns: float = 27.5
+    stage_us: float = 0.3
+    copy_row_ns: float = 22.8
     latency_us: float = 0.2
     claim_us: float = 0.5
     steal_us: float = 1.5
