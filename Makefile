@@ -17,12 +17,12 @@ gpu-test: $(VENV)/ready-test
 
 # The documentation as a site, in site/.
 docs: $(VENV)/ready-test
-	$(BIN)/python -m mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q
 
 lint: $(VENV)/ready-test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 
 # What running the package takes, and what its tests take on top of that.
 $(VENV)/ready: pyproject.toml tools/setup_venv.sh

@@ -213,6 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
             cell = {"model": case.model, "T": case.tokens, "skew": case.skew, "active": active}
             rows = [
                 {**cell, "contestant": f"weave:{name}", "label": args.label}
+                | {"batch": policies.workspace_of(policies.Variant(name)).batch}
                 | figures(mine, least)
                 | about
                 for name, mine in zip(names, shared_out(kernels, len(names)), strict=True)

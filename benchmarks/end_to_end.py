@@ -51,6 +51,7 @@ OURS = ("weave", "weave:optimize")
 WITHOUT = {"weave": "without:experts", "weave:optimize": "without:block"}
 """What is left of a step without what each of ours replaces."""
 CONTESTANTS = (*THEIRS, *WITHOUT.values(), *OURS)
+COMMITTED = "benchmarks/results/h200-end-to-end.jsonl"
 SLOW = 3.0
 """A contestant that takes so many times the fastest's time is timed once, not in turn."""
 WITHIN = 2.0
@@ -445,7 +446,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="of ours; see weave_moe.fused_experts")
     parser.add_argument("--cell-seconds", type=float, default=1.5, help="of replays")
     parser.add_argument("--max-seconds", type=float, help="begin no cell that would end later")
-    parser.add_argument("--out", default="benchmarks/results/h200-end-to-end.jsonl")
+    parser.add_argument("--out", default=COMMITTED)
     parser.add_argument("--again", action="store_true", help="time cells that have rows already")
     parser.add_argument("--commit", default=None, help="the commit to name, where git is not there")
     args = parser.parse_args(arguments)
@@ -481,6 +482,8 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     commit = args.commit or common.git_commit()
     out, device = Path(args.out), common.the_device()
+    if device.type != "cuda" and args.out == COMMITTED:
+        sys.exit("no GPU here: on a CPU this takes hours, and needs an --out of its own")
     rates = common.measure_rates() if device.type == "cuda" else common.Rates(1.0, 1.0)
     about = common.about(device, commit, rates)
     about["versions"] = about["versions"] | {"transformers": transformers.__version__}

@@ -51,6 +51,7 @@ def make_row(cell: Cell, policy: str, neighbour: str, sms: int | None) -> Row:
     return {
         **cell.row,
         "contestant": f"weave:{policy}",
+        "batch": policies.workspace_of(policies.Variant(policy)).batch,
         "neighbour": neighbour,
         "neighbour_sms": sms,
     }

@@ -134,6 +134,7 @@ def base_row(cell: Cell, job: Job, variant: Variant) -> Row:
         "contestant": f"weave:{variant.policy}",
         "knobs": variant.knobs,
         "sms_held": job.sms_held,
+        "batch": workspace_of(variant).batch,
         "dram_over_min": None,
     }
 

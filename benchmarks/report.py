@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 NAMES = (
     *("experts", "policies", "neighbours", "layer", "more-rivals", "granularity"),
-    "end-to-end",
+    *("counters", "end-to-end"),
 )
 FILES = {name: RESULTS / f"h200-{name}.jsonl" for name in NAMES}
 README, DETAILS = ROOT / "README.md", ROOT / "docs/benchmarks.md"
@@ -134,6 +134,14 @@ def markdown(head: list[str], lines: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
 
 
+def below_one(ratio: float) -> str:
+    """Three decimals, or as many as tell it from 1."""
+    digits = 3
+    while digits < 9 and f"{ratio:.{digits}f}".startswith("1"):
+        digits += 1
+    return f"{ratio:.{digits}f}"
+
+
 def listed(texts: list[str], most: int = 12) -> str:
     more = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
@@ -215,7 +223,7 @@ def rivals_words(cells: dict[Cell, Rows]) -> str:
         f"{mean(lambda c, t=t: c.tokens == t)} at {t:,}" for t in sorted({c.tokens for c in ratios})
     )
     by_routing = ", ".join(f"{r} {mean(lambda c, r=r: c.routing == r)}" for r in routings)
-    behind = [f"{cell} ({ratio:.3f})" for cell, ratio in ratios.items() if ratio < 1]
+    behind = [f"{cell} ({below_one(ratio)})" for cell, ratio in ratios.items() if ratio < 1]
     close = sum(abs(ratio - 1) <= LEVEL for ratio in ratios.values())
     words = [
         f"Geometric mean against the best rival in each cell: {mean(lambda _: True)} (by model: "
@@ -254,7 +262,7 @@ def more_rivals_words(more: dict[Cell, Rows], known: Iterable[str]) -> str:
     text += f". The geometric mean there is {geometric_mean(ratios.values()):.2f}"
     if wins and before:
         text += f", against {geometric_mean(before.values()):.2f} over those above alone"
-    behind = [f"{cell} ({ratio:.3f})" for cell, ratio in ratios.items() if ratio < 1]
+    behind = [f"{cell} ({below_one(ratio)})" for cell, ratio in ratios.items() if ratio < 1]
     return text + (f"; slower in {len(behind)}: {listed(behind)}." if behind else ".")
 
 
@@ -377,11 +385,13 @@ def steals_words(jobs: dict[tuple[Cell, int], Rows]) -> str:
     if not steal:
         return ""
     without = sum(count == 0 for count in steal)
+    some = len(steal) - without
     text = f"In {without} of {len(steal)} cells"
     text += ", those with SMs held among them," if held_jobs(jobs) else ""
     text += " a launch under `steal` steals nothing"
-    if without < len(steal):
-        text += f", in the others up to {max(steal):,.0f} times"
+    if some:
+        most = f"{max(steal):,.0f} times"
+        text += f", in the others up to {most}" if some > 1 else f", in the other one {most}"
     if 2 * without > len(steal):
         text += ": queues are refilled by a few tasks at a time, so that little is left in them"
     if window and max(window):
@@ -565,23 +575,29 @@ def held_words(jobs: dict[tuple[Cell, int], Rows], *, where: bool = False) -> st
                 span = one_or_range(pairs, ".2f")
                 parts.append(f"`{name}` takes {geometric_mean(pairs):.2f} ({span})")
         if parts:
-            cells = f"{len(some)} cell{'s' if len(some) != 1 else ''}"
+            models = dict.fromkeys(cell.model for cell, sms in held if sms == count)
+            cells = f"{len(some)} cell{'s' if len(some) != 1 else ''} of {', '.join(models)}"
             texts.append(f"with {count} SMs held ({cells}) {', '.join(parts)}")
     if not texts:
         return ""
-    models = ", ".join(dict.fromkeys(cell.model for cell, _ in held))
     words = [
-        "Where another kernel holds SMs the whole time, over `steal` beside it, geometric means of "
-        f"{models}: {'; '.join(texts)}."
+        "Where another kernel holds SMs the whole time, over `steal` beside it, geometric means: "
+        f"{'; '.join(texts)}."
     ]
-    nothing = [
-        f"{cell} with {sms}"
-        for (cell, sms), rows in held.items()
-        if (pair := over_steal(rows, "static_strided")) and pair[0] - 1 <= max(LEVEL, pair[1])
-    ]
+    nothing: dict[int, list[str]] = {}
+    for (cell, sms), rows in held.items():
+        pair = over_steal(rows, "static_strided")
+        if pair and pair[0] - 1 <= max(LEVEL, pair[1]):
+            nothing.setdefault(sms, []).append(str(cell))
     if nothing:
-        text = f"Stealing gains nothing over static lists in {len(nothing)} of these {len(held)}"
-        words.append(text + (f": {listed(nothing)}." if where else "."))
+        count = sum(map(len, nothing.values()))
+        text = f"Stealing gains nothing over static lists in {count} of these {len(held)}"
+        places = []
+        for sms, cells_there in nothing.items():
+            every = 1 < len(cells_there) == sum(there == sms for _, there in held)
+            said = f"all {len(cells_there)}" if every else listed(cells_there)
+            places.append(f"{said} with {sms} held")
+        words.append(text + (f": {'; '.join(places)}." if where else "."))
     return " ".join(words)
 
 
@@ -600,26 +616,42 @@ def knobs_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
     return markdown(head, lines) if lines else ""
 
 
-def memory_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
+def load_counters(rows: Iterable[Row]) -> dict[Cell, Rows]:
+    """Rows by cell and policy, without those of builds or settings that have a label."""
+    found: dict[Cell, Rows] = newest((r for r in rows if not r["label"]), cell_of, policy_of)
+    return found
+
+
+def ticket_words(rows: Iterable[Row]) -> str:
+    """What is to be said of rows from before workspaces left the size of a ticket to the plan."""
+    if all("batch" in row for row in rows if row["T"] > FEW):
+        return ""
+    return (
+        f"Above {FEW} tokens `steal` had `Workspace(batch=4)` in these measurements, up to four "
+        "tasks a ticket, where calls take one; what that changes is in "
+        "[measured.md](measured.md#many-tokens)."
+    )
+
+
+def memory_table(cells: dict[Cell, Rows]) -> str:
     """DRAM bytes read over the least, and L2 hit rates."""
     lines = []
-    for cell, rows in idle_cells(jobs).items():
+    for cell, rows in cells.items():
         measured = [rows.get(name, {}) for name in ORDER]
-        if any(row.get("dram_over_min") is not None for row in measured):
-            texts = [
-                f"{figure(row, 'dram_over_min', '.2f')} / {figure(row, 'l2_hit', '.2f')}"
-                for row in measured
-            ]
-            lines.append([str(cell), *texts])
+        texts = [
+            f"{figure(row, 'dram_over_min', '.2f')} / {figure(row, 'l2_hit', '.2f')}"
+            for row in measured
+        ]
+        lines.append([str(cell), *texts])
     return markdown(["cell", *(f"`{name}`" for name in ORDER)], lines) if lines else ""
 
 
-def memory_words(jobs: dict[tuple[Cell, int], Rows]) -> str:
+def memory_words(cells: dict[Cell, Rows]) -> str:
     """What policies read over the least, with few and with many tokens."""
     texts = []
     for few, said in ((True, f"Up to {FEW} tokens"), (False, "above")):
         found: dict[str, list[float]] = {}
-        for cell, rows in idle_cells(jobs).items():
+        for cell, rows in cells.items():
             for name in ORDER:
                 value = rows.get(name, {}).get("dram_over_min")
                 if value is not None and (cell.tokens <= FEW) == few:
@@ -663,7 +695,10 @@ def granularity_words(rows: Iterable[Row]) -> str:
         if above and dear:
             text += f"; of longer tasks {min(above):+.1%} to {max(above):+.1%}"
         texts.append(text)
-    return f"Over static lists, which claim nothing: {'. '.join(texts)}."
+    return (
+        "In layers made for it, whose tasks are all alike, over static lists, which claim nothing: "
+        f"{'. '.join(texts)}."
+    )
 
 
 def granularity_table(rows: Iterable[Row]) -> str:
@@ -921,11 +956,13 @@ def whole_models_words(rows: Iterable[Row]) -> str:
     for phase in dict.fromkeys(row["phase"] for row in ours):
         gains = [row["gain"] for row in ours if row["phase"] == phase]
         said.append(f"{one_or_range(gains, '.2f')} times the tokens a second in {phase}")
-    layers = {f"{row['layers']} of {row['of_layers']} layers" for row in ours}
+    layers = dict.fromkeys(
+        f"{row['model']}: {row['layers']} of {row['of_layers']} layers" for row in ours
+    )
     near = sum(abs(row["predicted_off"]) <= NEAR for row in ours)
     far = [row for row in ours if abs(row["predicted_off"]) > NEAR]
     text = (
-        f"In transformers, whole models with random weights ({', '.join(sorted(layers))}): "
+        f"In transformers, whole models with random weights ({', '.join(layers)}): "
         f"{', '.join(said)}, over the fastest of transformers' own experts in CUDA graphs. What "
         f"`weave-moe advise` predicts from transformers' times is within {NEAR:.0%} in {near} of "
         f"{len(ours)}"
@@ -1022,7 +1059,10 @@ def readme_section(
     dynamic = dynamic_words(jobs) or dynamic_words_of_experts(cells)
     more_words = more_rivals_words(load_experts(more), {row["contestant"] for row in used})
     parts = [head, *rivals_part(cells), more_words, picture("rivals", "docs/")]
-    parts += ["**By policy**" if jobs else "", dynamic, static_expert_words(jobs)]
+    if jobs:
+        of_policies = [row for named in jobs.values() for row in named.values()]
+        parts += ["**By policy**", f"{provenance(of_policies)}."]
+    parts += [dynamic, static_expert_words(jobs)]
     parts += [held_words(jobs), stream_words(neighbours), all_reduce_words(neighbours)]
     parts.append(picture("policies", "docs/"))
     whole = layer_part(layer, "docs/")
@@ -1042,10 +1082,11 @@ def details_section(
     *,
     more: Sequence[Row] = (),
     granularity: Sequence[Row] = (),
+    counters: Sequence[Row] = (),
 ) -> str:
     """The generated part of docs/benchmarks.md. more: rows of more rivals."""
     cells, jobs = load_experts(experts), load_policies(policies)
-    counted = load_policies([row for row in policies if row.get("dram_over_min") is not None])
+    counted = load_counters(counters)
     rows = [row for found in cells.values() for row in found.values()]
     head = f"{provenance(rows)}. {floor_words(rows)} {rivals_said(rows)}".strip()
     parts = ["## Against the floor and rivals", head]
@@ -1075,6 +1116,7 @@ def details_section(
         parts += [
             "## By policy",
             f"{provenance(idle)}. {floor_words(idle)}" if idle else "",
+            ticket_words(idle + held),
             *(dynamic_words(jobs, where=True), by_policy_table(jobs), picture("policies")),
             *("### A fixed map of experts to SMs, over `steal`", static_expert_words(jobs)),
             static_expert_table(jobs),
@@ -1088,15 +1130,17 @@ def details_section(
                 held_table(jobs),
             ),
             ("### The queues' knobs", knobs_table(jobs)),
-            (
-                f"### Memory\n\n{memory_words(counted)} Bytes read from DRAM over the least "
-                "possible / L2 hit rate, by the hardware counters:",
-                memory_table(counted),
-            ),
             ("### Every cell\n\nPolicies over `steal`, idle GPU.", every_cell_table(jobs)),
         ):
             if text:
                 parts += [title, text]
+    if counted:
+        parts += [
+            "### Memory",
+            f"{provenance(counters)}. {memory_words(counted)} {ticket_words(counters)} Bytes read "
+            "from DRAM over the least possible / L2 hit rate, by the hardware counters:",
+            memory_table(counted),
+        ]
     if granularity:
         parts += [
             "## The size of tasks",
@@ -1106,7 +1150,7 @@ def details_section(
     if neighbours:
         parts += [
             "## Beside other work",
-            provenance(neighbours) + ".",
+            f"{provenance(neighbours)}. {ticket_words(neighbours)}".strip(),
             stream_words(neighbours),
             all_reduce_words(neighbours),
             neighbours_table(neighbours),
@@ -1120,16 +1164,19 @@ def limits_section(rows: dict[str, list[Row]]) -> str:
     experts, padded = load_experts(rows["experts"]), load_padded(rows["layer"])
     parts = []
     for title, texts in (
-        ("On a GPU of its own", [dynamic_words(jobs, where=True)]),
+        ("On a GPU of its own", [dynamic_words(jobs, where=True), ticket_words(rows["policies"])]),
         ("With SMs held by others", [held_words(jobs, where=True)]),
         ("Where tasks are small", [granularity_words(rows["granularity"])]),
-        ("Against rivals, the experts", [rivals_words(experts)] if experts else []),
+        ("Against rivals, the experts", [rivals_words(experts)]),
         ("Against rivals, the whole layer", [rivals_words(layer), router_words(layer)]),
-        ("Tokens that are none", [padded_words(padded)]),
+        ("Padding", [padded_words(padded)]),
         ("Whole models, and what was predicted", [whole_models_words(rows["end-to-end"])]),
     ):
         if any(texts):
             parts += [f"## {title}", *(text for text in texts if text)]
+    used = [row for found in rows.values() for row in found]
+    if used:
+        parts.insert(0, f"{provenance(used)}.")
     return "\n".join([BEGIN, "\n\n".join(parts), END])
 
 
@@ -1172,6 +1219,7 @@ def pages() -> dict[Path, str]:
                 *(rows["experts"], rows["policies"], rows["neighbours"], rows["layer"]),
                 more=rows["more-rivals"],
                 granularity=rows["granularity"],
+                counters=rows["counters"],
             ),
         ),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +18,7 @@ from click.testing import CliRunner, Result
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pages import code_blocks
 from weave_moe.advise import (
     VERDICTS,
     Advice,
@@ -750,7 +750,7 @@ def test_it_loads_nothing_that_only_prints_or_draws() -> None:
 
 def test_the_page_runs_as_it_is_and_states_the_limits(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs/advise.md").read_text(encoding="utf-8")
-    for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+    for code in code_blocks(page):
         exec(compile(code, "advise.md", "exec"), {})
     assert capsys.readouterr().out.split(":")[0] in VERDICTS.values()
     for text in (

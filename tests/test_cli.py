@@ -173,12 +173,14 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_reader_that_has_gone_is_no_wrong_result() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_is_no_wrong_result(unbuffered: str) -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "weave_moe.cli", "presets"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     try:
-        result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
+        result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment)
     finally:
         os.close(write)
     assert (result.returncode, result.stderr) == (141, b"")

@@ -11,15 +11,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from pages import code_blocks
 from weave_moe.cli import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 BY_NAME = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-
-
-def python_blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", BY_NAME[page], re.MULTILINE | re.DOTALL)
 
 
 def commands(text: str) -> list[str]:
@@ -63,11 +60,11 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
 
 @pytest.mark.parametrize("page", BY_NAME)
 def test_code_is_python_and_commands_are_understood(page: str) -> None:
-    for block in python_blocks(page):
+    for block in code_blocks(BY_NAME[page]):
         compile(block, page, "exec")
     for line in commands(BY_NAME[page]):
         _, name, *rest = shlex.split(line)
-        cli.commands[name].make_context(name, rest, resilient_parsing=False)
+        cli.commands[name].make_context(name, rest)
 
 
 def test_there_are_commands_to_understand() -> None:
@@ -78,7 +75,7 @@ def test_there_are_commands_to_understand() -> None:
 @pytest.mark.parametrize("page", ["index.md", "knobs.md"])
 def test_the_code_runs_as_it_is(page: str) -> None:
     names: dict[str, object] = {"__name__": page}
-    for block in python_blocks(page):
+    for block in code_blocks(BY_NAME[page]):
         exec(compile(block, page, "exec"), names)
 
 
@@ -89,7 +86,7 @@ def test_the_code_about_profiles_runs_on_one(
     command = ["profile", "--simulate", "--preset", "qwen3-30b", "--tokens", "16"]
     found = CliRunner().invoke(cli, [*command, "--policy", "steal,static_expert"])
     assert found.exit_code == 0, found.output
-    for block in python_blocks("profile.md"):
+    for block in code_blocks(BY_NAME["profile.md"]):
         exec(compile(block, "profile.md", "exec"), {"__name__": "profile.md"})
     assert capsys.readouterr().out
 

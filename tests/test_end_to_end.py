@@ -538,6 +538,13 @@ def quick(bench: ModuleType, models: ModuleType, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench.common, "in_turn", partial(bench.common.in_turn, least=1))
 
 
+def test_the_committed_rows_are_a_gpus(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (FOLDER.parent / bench.COMMITTED).is_file()
+    monkeypatch.setattr(bench.common, "the_device", lambda: torch.device("cpu"))
+    with pytest.raises(SystemExit, match="no GPU here"):
+        bench.main(["--commit", "c1"])
+
+
 def test_a_run_writes_a_row_a_contestant_and_goes_on_where_it_stopped(
     bench: ModuleType, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -787,7 +787,7 @@ def test_any_number_of_tokens_has_a_bound() -> None:
         ({"steal": "all"}, ValueError, "steal must be one of half or one"),
         ({"min_steal": 0}, ValueError, "min_steal must be at least 1"),
         ({"static_share": 101}, ValueError, "static_share must be at most 100, got 101"),
-        ({"batch": 3}, ValueError, "batch must be 1, 2 or 4, got 3"),
+        ({"batch": 3}, ValueError, "batch must be 1, 2, 4 or None, got 3"),
         ({"parts_up": 65}, ValueError, "parts_up must be at most 64"),
         ({"parts_down": 0}, ValueError, "parts_down must be at least 1"),
         ({"width_cap": 72}, ValueError, "width_cap must be 8 .. 256"),
@@ -1040,6 +1040,16 @@ def test_a_traced_task_ends_before_others_are_told(
         up = gate_up_stage(call.shape.hidden, call.shape.intermediate, parts=parts)
         down = down_stage(call.shape.hidden, call.shape.intermediate, parts=parts)
         check_trace(last_run(workspace), call, plan_of(call, 32), (up, down), workspace)
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch", "most"), [("steal", 4, 3), ("steal", 1, 1), ("counter", 4, 1)]
+)
+def test_the_bench_of_claims_claims_as_launches_do(policy: str, batch: int, most: int) -> None:
+    took, tickets = engine.bench_claims(policy, 10_000, repeats=1, batch=batch)
+    assert took > 0
+    # Windows become smaller towards the end; the last ticket finds nothing.
+    assert 10_000 / batch < tickets <= 10_000 / most + 1
 
 
 def test_the_cache_key_covers_all_that_matters(

@@ -63,6 +63,15 @@ def test_opcheck_of_the_variant_that_writes_out(case: Case) -> None:
     opcheck(ops.OPERATOR_OUT, (torch.empty_like(case.x), *arguments), options)
 
 
+def test_inductors_cuda_graphs_leave_them_out() -> None:
+    # Their pools would own memory that a launch keeps for the next one.
+    tag = getattr(torch._C.Tag, "cudagraph_unsafe", None)
+    if tag is None:
+        pytest.skip(f"torch {torch.__version__} has no such tag")
+    for operator in (ops.OPERATOR, ops.OPERATOR_OUT, ops.OPERATOR_LAYER):
+        assert tag in operator.default.tags
+
+
 def test_opcheck_finds_a_wrong_schema(case: Case) -> None:
     """The check itself: an operator that writes `out` and does not say so is caught."""
     with torch.library._scoped_library("weave_test", "FRAGMENT") as library:

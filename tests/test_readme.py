@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pages import code_blocks
 from weave_moe.blocks import COVERED
 from weave_moe.cli import cli
 from weave_moe.shapes import POLICIES
@@ -20,7 +21,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return code_blocks(README, language)
 
 
 def test_the_python_example_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

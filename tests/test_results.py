@@ -80,21 +80,21 @@ def test_the_pages_say_what_the_results_say(report: ModuleType) -> None:
 
 def test_there_is_something_to_report(report: ModuleType) -> None:
     assert "times as fast" in report.readme_section(report.read(report.FILES["experts"]), [])
-    assert {f"h200-{name}" for name in report.NAMES} >= {p.stem for p in RESULTS} - {
-        "h200-counters"  # its figures are in the rows of the policies
-    }
+    assert {f"h200-{name}" for name in report.NAMES} >= {p.stem for p in RESULTS}
 
 
 def test_counted_bytes_stand_beside_the_policies(report: ModuleType) -> None:
-    counted = {
-        (r["commit"], r["model"], r["T"], r["skew"], r["contestant"]): r["dram_over_min"]
-        for r in report.read(RESULTS[0].parent / "h200-counters.jsonl")
-    }
-    filled = {
-        (r["commit"], r["model"], r["T"], r["skew"], r["contestant"]): r["dram_over_min"]
-        for r in report.read(report.FILES["policies"])
-        if r["dram_over_min"] is not None
-    }
+    policies = report.read(report.FILES["policies"])
+    timed = {row["commit"] for row in policies}
+    counted, filled = (
+        {
+            (r["commit"], r["model"], r["T"], r["skew"], r["contestant"]): r["dram_over_min"]
+            for r in rows
+            if r["commit"] in timed and r["dram_over_min"] is not None
+        }
+        for rows in (report.read(report.FILES["counters"]), policies)
+    )
+    assert filled
     assert filled == counted
 
 
@@ -259,14 +259,19 @@ def test_tables_by_policy(report: ModuleType, made_up: list[Row]) -> None:
     assert "`steal[steal=one]`" in report.knobs_table(jobs)
     assert "1.050 (1.05 to 1.05)" in report.by_policy_table(jobs)
     assert "0.900 | 1.5 / 1.5 |" in report.every_cell_table(jobs)
-    assert report.memory_table(jobs) == report.memory_words(jobs) == ""
+    assert "had `Workspace(batch=4)`" in report.ticket_words(made_up)
+    assert report.ticket_words([row for row in made_up if row["T"] <= 256]) == ""
+    assert report.ticket_words([row | {"batch": None} for row in made_up]) == ""
+    assert report.memory_table({}) == report.memory_words({}) == ""
     counted = [
-        row | {"dram_over_min": row["T"] / 64 + row["over_steal"] / 10, "l2_hit": 0.4}
+        row | {"dram_over_min": row["T"] / 64 + row["over_steal"] / 10, "l2_hit": 0.4, "label": ""}
         for row in made_up
+        if not row["sms_held"]
     ]
-    jobs = report.load_policies(counted)
-    assert "1.10 / 0.40" in report.memory_table(jobs)
-    words = report.memory_words(jobs)
+    labelled = {**counted[0], "dram_over_min": 99.0, "label": "no hints", "commit": "later"}
+    cells = report.load_counters([*counted, labelled])
+    assert "1.10 / 0.40" in report.memory_table(cells)
+    words = report.memory_words(cells)
     assert words.startswith("Up to 256 tokens `steal` 1.10, `counter` 1.10, ")
     assert "`static_expert` 1.30 to 1.42 times the least; above `steal` 64.10, " in words
 
@@ -281,9 +286,12 @@ def test_with_sms_held_only_what_took_turns_is_compared(
         "| 66 | a | 64 | even | 25.0 | 0.990 | 1.004 | - | - | - |",
     ]
     words = report.held_words(jobs, where=True)
-    assert "geometric means of a: with 16 SMs held (1 cell) `static_strided` takes 1.20" in words
-    assert "with 66 SMs held (1 cell) `static_strided` takes 1.00 (1.00), `counter` takes" in words
-    assert words.endswith("nothing over static lists in 1 of these 2: a T=64 even with 66.")
+    assert "geometric means: with 16 SMs held (1 cell of a) `static_strided` takes 1.20" in words
+    assert (
+        "with 66 SMs held (1 cell of a) `static_strided` takes 1.00 (1.00), `counter` takes"
+        in words
+    )
+    assert words.endswith("nothing over static lists in 1 of these 2: a T=64 even with 66 held.")
     assert report.held_words(jobs).endswith("nothing over static lists in 1 of these 2.")
     idle = [row | {"us": 1.0} if not row["sms_held"] else row for row in made_up]
     assert report.held_table(report.load_policies(idle)).splitlines()[2:] == table
@@ -305,7 +313,7 @@ def test_how_little_is_stolen_is_said(report: ModuleType, made_up: list[Row]) ->
     ]
     words = report.steals_words(report.load_policies(rows))
     assert words.startswith("In 2 of 3 cells, those with SMs held among them, a launch")
-    assert "steals nothing, in the others up to 4 times: queues are refilled by a few" in words
+    assert "steals nothing, in the other one 4 times: queues are refilled by a few" in words
     assert "Under `window`, whose queues are filled before the first task, up to 30 times." in words
     assert report.steals_words({}) == ""
 
@@ -458,7 +466,7 @@ def test_the_report_of_whole_models(report: ModuleType) -> None:
         ),
     ]
     words = report.whole_models_words(found)
-    assert "(8 of 48 layers): 1.50 times the tokens a second in decode, 1.20 times" in words
+    assert "(a: 8 of 48 layers): 1.50 times the tokens a second in decode, 1.20 times" in words
     assert "within 10% in 1 of 2; not in a prefill 512 as `weave:optimize` (1.05 pre" in words
     table = report.whole_models_table(found)
     assert "| a | decode | 16 | `weave` | 53,333 | 35,556 (b) | 1.50 ± 0.00 | 1.60 | 50% |" in table
@@ -524,14 +532,14 @@ def test_pages_and_plots_of_all_that_there_is(
     )
     assert "Over all 12 cells: 1.18." in readme
     assert "## On a GPU of its own\n\nOn an idle GPU" in limits
-    assert "## Tokens that are none" not in limits
+    assert "## Padding" not in limits
     assert "whole layer" not in readme + details
     write(files["layer"], whole)
     assert report.main(["--check"]) == 1
     assert report.main([]) == 0
     assert report.main(["--check"]) == 0
     readme, details, _, limits = (page.read_text() for page in pages)
-    assert "## Tokens that are none" in limits
+    assert "## Padding" in limits
     assert (pages[1].parent / "layer.png").exists()
     assert "(docs/layer.png)" in readme
     assert "(layer.png)" in details

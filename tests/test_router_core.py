@@ -102,7 +102,10 @@ def emulate(
         # The sort's memory, and memory for three warps' choices.
         room = ROOM if seed % 2 == 0 else 3 * (2 * p.router.experts + 65)
         library.emulate_many(ctypes.byref(p), grid, seed, p.chunk_slots // p.top_k, room)
-        both = words(held.router, p.ids, *slots), words(held.router, p.weights, *slots)
+        both = (
+            words(held.router, p.router.ids, *slots),
+            words(held.router, p.router.weights, *slots),
+        )
         of_blocks = [(both[0], both[1].view(torch.float32))]
     else:
         own = [torch.zeros(blocks, *slots, dtype=t) for t in (torch.int32, torch.float32)]

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from native import Builder, needs_cxx
+from pages import code_blocks
 from weave_moe.backends.cuda import slab_tokens
 from weave_moe.cli import cli
 from weave_moe.schedule import POLICY_CODES, VICTIM_CODES, Dispenser, Knobs
@@ -754,7 +755,7 @@ def test_bad_options_are_one_line_and_status_2(arguments: tuple[str, ...]) -> No
 
 def test_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
-    for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+    for code in code_blocks(page):
         exec(compile(code, "simulate.md", "exec"), {})
     assert "held by another kernel" in capsys.readouterr().out
 

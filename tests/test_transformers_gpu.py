@@ -5,9 +5,7 @@ PYTHONPATH=src:tests python -m pytest tests/test_transformers_gpu.py --noconftes
 
 from __future__ import annotations
 
-import copy
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ import weave_moe
 from test_transformers_integration import (
     FAMILIES,
     STATIC,
+    logits_of,
     model_of,
     silent_report,
     tokens,
@@ -36,15 +35,11 @@ pytestmark = [
         reason="needs an sm_90 GPU",
     ),
 ]
-IDS = tokens(3, 21).to(DEVICE) if DEVICE != "cuda" or torch.cuda.is_available() else tokens()
 
 
-def logits_of(model: Any, implementation: str | None = None, ids: Tensor = IDS) -> Tensor:
-    if implementation is not None:
-        model.set_experts_implementation(implementation)
-    with torch.no_grad():
-        logits: Tensor = model(ids, use_cache=False).logits
-    return logits.float().flatten(0, 1)
+@pytest.fixture
+def ids() -> Tensor:
+    return tokens(3, 21).to(DEVICE)
 
 
 def apart(a: Tensor, b: Tensor) -> float:
@@ -53,10 +48,10 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_logits_are_as_near_to_fp32_as_eagers(family: str) -> None:
-    exact = logits_of(model_of(family).to(DEVICE), "eager")
+def test_logits_are_as_near_to_fp32_as_eagers(family: str, ids: Tensor) -> None:
+    exact = logits_of(model_of(family).to(DEVICE), "eager", ids)
     model = model_of(family, torch.bfloat16).to(DEVICE)
-    eager, ours = (logits_of(model, name) for name in ("eager", "weave"))
+    eager, ours = (logits_of(model, name, ids) for name in ("eager", "weave"))
     # The middle row: a router of bf16 may choose another of two experts that are nearly tied.
     assert apart(ours, exact) <= 1.25 * apart(eager, exact)
     found = silent_report(model)
@@ -69,23 +64,23 @@ def test_logits_are_as_near_to_fp32_as_eagers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen3Next", "DeepseekV3", "Mixtral", "GptOss"])
-def test_optimized_blocks(family: str) -> None:
+def test_optimized_blocks(family: str, ids: Tensor) -> None:
     """Whole blocks are near the model's own, but for tokens whose experts are nearly tied."""
     model = model_of(family, torch.bfloat16).to(DEVICE)
-    own = logits_of(model, "eager")
+    own = logits_of(model, "eager", ids)
     done = weave_moe.optimize(model)
     assert done.replaced
-    ours = logits_of(model)
+    ours = logits_of(model, "eager", ids)  # whole blocks, whatever their experts would be
     done.restore()
     assert apart(ours, own) < 0.05
-    assert torch.equal(logits_of(model, "eager"), own)
+    assert torch.equal(logits_of(model, "eager", ids), own)
 
 
 @pytest.mark.parametrize("family", STATIC)
-def test_generation_with_a_static_cache(family: str) -> None:
+def test_generation_with_a_static_cache(family: str, ids: Tensor) -> None:
     model = model_of(family, torch.bfloat16).to(DEVICE)
     model.set_experts_implementation("weave")
-    ids = IDS[:, :5]
+    ids = ids[:, :5]
     made = []
     for cache in (None, "static"):
         with torch.no_grad():
@@ -106,23 +101,22 @@ def test_generation_with_a_static_cache(family: str) -> None:
 @pytest.mark.skipif(DEVICE != "cuda", reason="graphs are a GPU's")
 @pytest.mark.parametrize("optimized", [False, True])
 @pytest.mark.parametrize("family", STATIC)
-def test_a_captured_model_follows_its_input(family: str, optimized: bool) -> None:
+def test_a_captured_model_follows_its_input(family: str, optimized: bool, ids: Tensor) -> None:
     model = model_of(family, torch.bfloat16).to(DEVICE)
     model.set_experts_implementation("weave")
     if optimized:
         weave_moe.optimize(model)
-    held = copy.deepcopy(IDS)
     stream = torch.cuda.Stream()
     with torch.no_grad():
         with torch.cuda.stream(stream):
             for _ in range(2):  # what is loaded at first use is loaded
-                model(held, use_cache=False)
+                model(ids, use_cache=False)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            logits = model(held, use_cache=False).logits
+            logits = model(ids, use_cache=False).logits
         for seed in range(5, 15):
-            held.copy_(tokens(3, 21, seed=seed))
+            ids.copy_(tokens(3, 21, seed=seed))
             graph.replay()
-            assert torch.equal(logits, model(held, use_cache=False).logits)
+            assert torch.equal(logits, model(ids, use_cache=False).logits)
     weave_moe.check()

@@ -19,12 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from generators import assert_rows_close, generator
+from pages import code_blocks
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.7.0")
 
 import weave_moe  # noqa: E402
-from weave_moe import MoELayer  # noqa: E402
+from weave_moe import MoELayer, backends  # noqa: E402
+from weave_moe.integrations import fit  # noqa: E402
 from weave_moe.integrations import transformers as weave  # noqa: E402
+from weave_moe.shapes import LayerShape  # noqa: E402
 
 H, I, E, K = 32, 16, 8, 2
 VOCAB = 64
@@ -440,6 +443,43 @@ class TestFallbacks:
             assert not experts(x, ids, weights).requires_grad
         assert len(reasons()) == 1
 
+    @pytest.mark.parametrize("which", ["gate_up_proj_bias", "down_proj_bias"])
+    def test_gradients_of_biases_alone(self, which: str, reasons: Callable[[], list[str]]) -> None:
+        experts = experts_of(*OSS)
+        x, ids, weights = routed()
+        bias = getattr(experts, which).requires_grad_()
+        experts(x, ids, weights).sum().backward()
+        assert bias.grad is not None
+        (reason,) = reasons()
+        assert "gradients are recorded" in reason
+
+    def test_memory_that_was_short_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Is no reason for ever, nor hidden behind another one."""
+        monkeypatch.setattr(fit, "_run", set())
+        shape = LayerShape(64, 32, 4, 2, "float32")
+
+        def full(*_: Any, **__: Any) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", full)
+            with pytest.raises(torch.OutOfMemoryError):
+                fit.backend_problem("reference", "cpu", None, shape, "silu")
+        assert fit.backend_problem("reference", "cpu", None, shape, "silu") is None
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", full)  # not asked again
+            assert fit.backend_problem("reference", "cpu", None, shape, "silu") is None
+
+    def test_a_refusal_is_asked_for_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fit, "_run", set())
+        answers: list[str | None] = ["there is no compiler", None]
+        monkeypatch.setattr(backends, "why_not", lambda *_: answers.pop(0))
+        shape = LayerShape(64, 32, 4, 2, "float32")
+        reason = fit.backend_problem("host", "cpu", None, shape, "silu")
+        assert reason == "backend 'host' cannot run it: there is no compiler"
+        for _ in range(2):
+            assert fit.backend_problem("host", "cpu", None, shape, "silu") is None
+
     def test_an_activation_of_a_users_own(self, reasons: Callable[[], list[str]]) -> None:
         base = type(experts_of(*QWEN))
 
@@ -769,6 +809,48 @@ class TestOptimize:
         with pytest.raises(ValueError, match="output_router_logits"):
             weave_moe.optimize(model)
 
+    def test_hooks_of_a_part_of_a_block(self) -> None:
+        model = model_of("Qwen3Moe")
+        model.model.layers[0].mlp.gate.register_forward_hook(lambda *_: None)
+        done = weave_moe.optimize(model)
+        assert done.replaced == ("model.layers.1.mlp",)
+        assert "hooks" in done.kept["model.layers.0.mlp"]
+
+    def test_router_logits_that_are_asked_for_later(self) -> None:
+        model, ids = model_of("Qwen3Moe"), tokens()
+        with torch.no_grad():
+            want = model(ids, output_router_logits=True).router_logits
+            done = weave_moe.optimize(model)
+            with pytest.raises(ValueError, match=r"output_router_logits must not be True while"):
+                model(ids, output_router_logits=True)
+            model.config.output_router_logits = True
+            with pytest.raises(ValueError, match=r"call \.restore\(\) of what optimize returned"):
+                model(ids)
+            assert model(ids, output_router_logits=False).logits.isfinite().all()
+            done.restore()
+            for got, expected in zip(model(ids).router_logits, want, strict=True):
+                assert torch.equal(got, expected)
+
+    def test_what_fails_half_way_leaves_the_model_as_it_was(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = model_of("Qwen3Moe")
+        before = [module for _, module in model.named_modules()]
+        make, made = MoELayer.from_transformers, []
+
+        def once(block: nn.Module, **options: Any) -> MoELayer:
+            if made:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            made.append(make(block, **options))
+            return made[0]
+
+        monkeypatch.setattr(MoELayer, "from_transformers", once)
+        with pytest.raises(torch.OutOfMemoryError):
+            weave_moe.optimize(model)
+        assert made
+        after = [module for _, module in model.named_modules()]
+        assert all(a is b for a, b in zip(before, after, strict=True))
+
     def test_a_backend_that_refuses(self, reasons: Callable[[], list[str]]) -> None:
         """As gpt-oss's rows are refused on a GPU: the slow reference does not creep in."""
         model = model_of("GptOss")
@@ -937,9 +1019,7 @@ class TestCompile:
 def test_the_documentations_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/transformers.md, block by block, on a tiny model."""
     page = Path(__file__).resolve().parents[1] / "docs" / "transformers.md"
-    blocks = re.findall(
-        r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
-    )
+    blocks = code_blocks(page.read_text("utf-8"))
     model_of("Qwen3Moe").save_pretrained(tmp_path)
     names: dict[str, Any] = {"path": tmp_path}
     for block in blocks:

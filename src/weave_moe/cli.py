@@ -128,17 +128,22 @@ class OneLineGroup(click.Group):
             _complain("interrupted")
             status = 130
         except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
-            sys.stderr.close()
+            _drop_output()
             status = 141
         except OSError as error:  # such as a full disk under stdout
             _complain(str(error))
-            # What is still buffered would fail once more when the interpreter ends.
-            with contextlib.suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             status = 1
         if standalone_mode:
             sys.exit(status if isinstance(status, int) else 0)
         return status
+
+
+def _drop_output() -> None:
+    """What is still buffered would fail once more when the interpreter ends, with a status of its
+    own."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str) -> None:

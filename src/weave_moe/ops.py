@@ -236,10 +236,17 @@ def _fake_layer(
     )
 
 
+# Kernels keep memory from one call to the next, which the pools of inductor's CUDA graphs
+# (mode="reduce-overhead") must not own: there the operators run between the graphs. torch before
+# 2.9 has no way to say so. Graphs that a program captures itself take them as they are.
+_UNSAFE = getattr(torch._C.Tag, "cudagraph_unsafe", None)
+_TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
+
 _op: Any = torch.library.custom_op(
     "weave::moe_experts",
     _experts,
     mutates_args=(),
+    **_TAGS,
     schema=f"({_TENSORS}, *, {_OPTIONS}) -> Tensor",
 )
 _op.register_fake(_fake)
@@ -249,6 +256,7 @@ _op_out: Any = torch.library.custom_op(
     "weave::moe_experts_out",
     _experts_out,
     mutates_args=("out",),
+    **_TAGS,
     schema=f"(Tensor(a0!) out, {_TENSORS}, *, {_OPTIONS}) -> ()",
 )
 _op_out.register_fake(_fake_out)
@@ -257,6 +265,7 @@ _op_layer: Any = torch.library.custom_op(
     "weave::moe_layer",
     _layer,
     mutates_args=(),
+    **_TAGS,
     schema=f"({_LAYER_TENSORS}, *, {_ROUTING}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 _op_layer.register_fake(_fake_layer)

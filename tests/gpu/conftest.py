@@ -1,8 +1,8 @@
 r"""Tests that need a Hopper GPU. They need pytest, torch and numpy, nothing else of the test tools.
 
     pytest tests/gpu -m gpu -n 4 --dist loadfile
-                                             the short list: under three minutes (without -n, which
-                                             needs pytest-xdist, some more)
+                                             the short list; as four processes it took 145 s (-n
+                                             needs pytest-xdist, and nothing but time without it)
     pytest tests/gpu -m gpu_long             20,000 launches among neighbours, planted bugs, a
                                              soak of whole layers (-k soak)
     pytest tests/gpu -m gpu --on host        the tests' own logic on the CPU engine, without a GPU

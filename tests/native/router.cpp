@@ -410,8 +410,8 @@ void emulate_few(const Launch* launch, u32 grid, u32 seed, u32* ids, float* weig
     if (!route(b, table, m.ring.data(), (u64*)m.own, tickets, [] { return true; })) emulated::fail("a block gave up");
     for (u32 slot = threadIdx.x; slot < slots; slot += THREADS) {
       u32 e = table(slot);
-      for (u32 n = 0; e == NOT_YET; ++n, e = table(slot))
-        if (!table.wait(n)) emulated::fail("a block gave up");
+      for (u32 looks = 1; e == NOT_YET; ++looks, e = table(slot))
+        if (!table.may_look_again(looks)) emulated::fail("a block gave up");
       ids[blockIdx.x * slots + slot] = e;
       weights[blockIdx.x * slots + slot] = e == NONE ? 0.f : table.weight(slot);
     }

@@ -188,15 +188,18 @@ def _print(reporter: Reporter, request: Request, advice: Advice, options: Advise
 
 
 def _skew(sweep: Sweep) -> str:
-    gains = ", ".join(f"{exponent:g}: {gain:.2f}" for exponent, gain in sweep.gains.items())
+    gains = ", ".join(f"{exponent:g}: {gain:.3f}" for exponent, gain in sweep.gains.items())
     found = sweep.break_even
     if sweep.needed is None:
         text = "no speedup of this layer is enough"
     elif found is None:
-        text = f"no skew up to {max(sweep.gains):g} is enough ({sweep.needed:.2f} is needed)"
+        text = f"no skew up to {max(sweep.gains):g} is enough ({sweep.needed:.3f} is needed)"
     else:
-        text = f"pays from an exponent of {found:g} on ({sweep.needed:.2f} is needed)"
-    return f"stealing over {sweep.static} by Zipf exponent, simulated: {gains}; {text}"
+        text = f"pays from an exponent of {found:g} on ({sweep.needed:.3f} is needed)"
+    return (
+        f"stealing over {sweep.static}, the same kernel with fixed lists, by Zipf exponent, "
+        f"simulated: {gains}; {text}"
+    )
 
 
 def _memory(memory: Memory) -> str:

@@ -371,8 +371,8 @@ class _Layer:
         r.renormalize, r.scale = int(routing.renormalize), routing.scaling_factor
         r.groups, r.kept_groups = routing.num_groups, routing.topk_groups
         r.experts, r.rows = experts, self.rows
-        # What the launches after the router take the slots from.
-        p.ids, p.weights, p.ids_wide, p.weights_kind = r.ids, r.weights, 0, 0
+        # Not read where the launch routes: what stands for ids in such a call is none.
+        p.ids, p.weights, p.ids_wide, p.weights_kind = None, None, 0, 0
         p.expert_map, p.experts_global = None, 0
 
 
@@ -407,11 +407,10 @@ class _Cuda:
         experts = call.experts
         with torch.cuda.device(experts.device):
             check(experts.device)
-            # Zeros, because the rows past the valid ones are not routed.
+            # Zeros: rows past the valid ones are not routed, nor are any by a launch that gives up.
             shape = (experts.num_tokens if return_routing else 0, call.routing.top_k)
-            make = torch.empty if experts.num_valid_tokens is None else torch.zeros
-            weights = make(shape, dtype=torch.float32, device=experts.device)
-            ids = make(shape, dtype=torch.int32, device=experts.device)
+            weights = torch.zeros(shape, dtype=torch.float32, device=experts.device)
+            ids = torch.zeros(shape, dtype=torch.int32, device=experts.device)
             return _run(experts, _Layer.of(call, weights, ids)), weights, ids
 
 
@@ -805,8 +804,9 @@ def warmup(
     b13 or b2 will be given.  weight_on_input: as in `fused_experts`.  device: the GPU's index, by
     default the current one.
 
-    For `moe_layer`: router, "logits" where router_logits will be given, else the type of
-    router_weight, x's or "float32"; None for `fused_experts`.  router_experts: E of the router
+    For `moe_layer`: router, the type of router_weight or, where router_logits will be given, of the
+    shared experts' gate, x's or "float32"; "logits" where these are given and there is no gate;
+    None for `fused_experts`.  router_experts: E of the router
     where an expert_map will be given, else it is shape's.  shared_intermediate: Is of the shared
     experts, 0 where there are none. `MoELayer.warmup` fills all of it in.
 

@@ -15,8 +15,8 @@ constexpr bool BF16 = WEAVE_BF16;               // else fp16
 constexpr bool ROWS_FP32 = !BF16;               // down rows before weighting: fp16 could overflow there
 constexpr bool GATED = WEAVE_ACTIVATION != 3;    // W13 has gate and up rows; else one row an element, and relu^2
 constexpr bool SCALE_X = WEAVE_SCALE_X;         // rows of x are multiplied by their weight instead of down rows
-// Few tokens: one launch, in which each block plans for itself in shared memory and combine is tasks. Many: three, of
-// which this kernel is the second (many.h has the others).
+// Few tokens: one launch, in which each block plans for itself in shared memory and combine is tasks. Many: three or, where
+// they multiply for the router, four; this kernel is the last but one (many.h has the others, router.h weave_route).
 constexpr bool MANY = WEAVE_MANY;
 // Rows of x of wider groups are copied into row order first; of others they are read by token.
 constexpr int GATHER_WIDTH = MANY || SCALE_X ? 0 : 32;
@@ -117,7 +117,7 @@ struct Router {
   const void* bias;            // [experts] or null: of the logits
   const void* selection_bias;  // [experts] or null
   const int* expert_map;       // [experts] or null
-  u32* ids;                    // many tokens: [tokens, p.top_k] local experts, then the shared ones; p.ids is the same
+  u32* ids;                    // many tokens: [tokens, p.top_k] local experts, then the shared ones
   float* weights;              // many tokens: [tokens, p.top_k]
   u64* slots;                  // few: [tokens, p.top_k][2] the same, as tagged words
   int* chosen;                 // [tokens, top_k] or null: the router's result
@@ -226,9 +226,9 @@ struct SlotTable {
   WEAVE_FN float weight(u32 slot) const {
     return SLOTS_ARRIVE ? float_of((u32)load_relaxed(words + 2 * (u64)slot + 1)) : given_weight(p, slot);
   }
-  // Whether to go on waiting for what others write.
-  WEAVE_FN bool wait(u32 polls) const {
-    if (keep_waiting(p.shared, polls, PLAN_TIMEOUT)) return true;
+  // Whether to look once more for what others write.
+  WEAVE_FN bool may_look_again(u32 looks) const {
+    if (may_look(p.shared, looks, PLAN_TIMEOUT)) return true;
     *(volatile u32*)refused = 1;
     return false;
   }
@@ -252,10 +252,10 @@ struct TeamTickets {
     if (threadIdx.x == 0) next = add_relaxed(counter, 1u);
   }
   template <class Team>
-  WEAVE_FN u32 take(const Team& team, Smem& s) {  // the one asked for; all of the team call
-    if (threadIdx.x == 0) s.ticket = next;
+  WEAVE_FN u32 take(const Team& team, u32& shared) {  // the one asked for; all of the team call
+    if (threadIdx.x == 0) shared = next;
     team.sync();
-    const u32 now = s.ticket;
+    const u32 now = shared;
     team.sync();
     return now;
   }

@@ -321,7 +321,7 @@ WEAVE_FN void gather_rows(const Block& b, const Plan<Index>& plan, const SlotTab
   TeamTickets claims = {&p.shared.control->gather};
   claims.ask();
   for (;;) {
-    const u32 ticket = claims.take(team, b.s);
+    const u32 ticket = claims.take(team, b.s.ticket);
     if (ticket >= tickets) return;
     claims.ask();  // on its way during the copy
     const u32 row = ticket * ROWS + warp / WARPS_PER_ROW;

@@ -50,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == WEIGHT_WARP * 32) {
     prefetch_map(&maps.w13);
     prefetch_map(&maps.w2);
+    s.refused = 0;  // by the thread that may set it
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < MAX_RING; ++i) {
@@ -64,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < WARPGROUPS; ++i)
       for (int j = 0; j < STAGING_SLOTS; ++j) barrier_init(&s.staged[i][j], 4), barrier_init(&s.drained[i][j], 1);
     barrier_init(&s.join, CONSUMER_WARPS);
-    s.aborted = s.refused = 0;
+    s.aborted = 0;
     barrier_init_fence();
   }
 #if WEAVE_ROUTER && !WEAVE_MANY

@@ -14,6 +14,7 @@
 namespace weave {
 
 constexpr u32 SORT_WARPS = 16, SORT_THREADS = SORT_WARPS * 32;
+constexpr u32 SUM_WORDS = 8 * SORT_THREADS;
 constexpr u32 MAX_CHUNKS = 256;  // that one worker may come to hold: all there are
 
 // Dynamic shared memory of the sort. The sums over stretches of chunks are [stretches][experts rounded up to 8].
@@ -22,9 +23,10 @@ struct SortMemory {
   u32 experts;
   WEAVE_FN u64* sums() const { return (u64*)at; }                  // [SORT_WARPS]
   WEAVE_FN u32* chunks() const { return at + 2 * SORT_WARPS; }     // [MAX_CHUNKS] that this worker holds
-  WEAVE_FN u32* total() const { return chunks() + MAX_CHUNKS; }    // of all chunks
-  WEAVE_FN u32* before() const { return total() + 8 * SORT_THREADS; }  // of those before this one
-  WEAVE_FN u32* count() const { return before() + 8 * SORT_THREADS; }  // [experts], as all that follow but the last
+  // [SUM_WORDS] of all chunks, then of those before this one; until these are summed, memory for choices.
+  WEAVE_FN u32* total() const { return chunks() + MAX_CHUNKS; }
+  WEAVE_FN u32* before() const { return total() + SUM_WORDS; }
+  WEAVE_FN u32* count() const { return before() + SUM_WORDS; }  // [experts], as all that follow but the last
   WEAVE_FN u32* first_row() const { return count() + experts; }    // of the chunk's first slot
   WEAVE_FN u32* expert_row() const { return count() + 2 * experts; }
   WEAVE_FN u32* expert_tokens() const { return count() + 3 * experts; }
@@ -163,33 +165,31 @@ WEAVE_FN void scatter_chunk(const Launch& p, const SortMemory& m, u32 chunk) {
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1) weave_sort(const __grid_constant__ Launch p) {
   extern __shared__ __align__(16) u32 sort_words[];
-  __shared__ u32 next, failed_wait;
+  __shared__ u32 ticket, failed_wait;
   const SortMemory m = {sort_words, p.experts};
   Control* control = p.shared.control;
   launch_dependents_may_start();
   wait_for_previous_launch();
   const SlotTable table(p);
-  u32 held = 0, ticket = NONE;
-  if (threadIdx.x == 0) {
-    // Behind a failed launch the workspace is as that one left it.
-    const u32 error = load_relaxed(&control->error), first = add_relaxed(&control->gather, 1u);
-    ticket = error == OK ? first : NONE;
-  }
+  u32 held = 0;
+  const BlockTeam team(0, SORT_WARPS, 1);
+  TeamTickets tickets = {&control->gather};
+  tickets.ask();
+  // Behind a failed launch the workspace is as that one left it.
+  if (threadIdx.x == 0 && failed(control)) tickets.next = NONE;
   for (;;) {
-    if (threadIdx.x == 0) next = ticket;
-    __syncthreads();
-    const u32 chunk = next;
+    const u32 chunk = tickets.take(team, ticket);
     if (chunk >= p.sort_chunks) break;
+    tickets.ask();  // on its way while this chunk is counted
     if (threadIdx.x == 0) {
-      if (chunk == 0) store_relaxed(&control->call, p.call);
+      if (ROUTER < ROUTER_SAME && chunk == 0) store_relaxed(&control->call, p.call);  // else weave_route has
       m.chunks()[held] = chunk;
-      ticket = add_relaxed(&control->gather, 1u);  // on its way while this chunk is counted
     }
     ++held;
 #if WEAVE_ROUTER
     const auto [begin, end] = slots_of_chunk(p, chunk);
     const u32 last = end / p.top_k < table.tokens ? end / p.top_k : table.tokens;
-    choose_tokens(p, m.total(), 2 * 8 * SORT_THREADS, SORT_WARPS, begin / p.top_k, last);
+    choose_tokens(p, m.total(), 2 * SUM_WORDS, SORT_WARPS, begin / p.top_k, last);
 #endif
     count_chunk(p, table, m, chunk);
     __threadfence();  // each thread's counts, before one thread's release

@@ -161,11 +161,11 @@ WEAVE_FN void look_up(const Team& team, const Range& r, u32 base, const ExpertOf
   }
   if constexpr (SLOTS_ARRIVE) {
     u32 missing = 1;
-    for (u32 n = 0; missing; ++n) {
+    for (u32 looks = 1; missing; ++looks) {
       missing = 0;
       WEAVE_UNROLL
       for (u32 i = 0; i < LOOK_AHEAD; ++i) missing += found.expert[i] == NOT_YET;
-      const bool on = missing && expert_of.wait(n);
+      const bool on = missing && expert_of.may_look_again(looks);
       WEAVE_UNROLL
       for (u32 i = 0; i < LOOK_AHEAD; ++i)
         if (found.expert[i] == NOT_YET) found.expert[i] = on ? expert_of(base + i * team.lanes() + team.lane()) : NONE;

@@ -264,7 +264,7 @@ WEAVE_FN bool collect_logits(const BlockTeam& team, const Launch& p, const Route
       for (u32 first = 0; first < work.segments; first += AT_ONCE) {
         u64 v[AT_ONCE];
         bool there;
-        for (u32 polls = 0;; ++polls) {
+        for (u32 looks = 1;; ++looks) {
           there = true;
 #pragma unroll
           for (u32 i = 0; i < AT_ONCE; ++i) {
@@ -274,7 +274,7 @@ WEAVE_FN bool collect_logits(const BlockTeam& team, const Launch& p, const Route
 #pragma unroll
           for (u32 i = 0; i < AT_ONCE; ++i) there = there && has_tag(v[i], tag);
           if (there || !ok) break;
-          ok = keep_waiting(p.shared, polls, PLAN_TIMEOUT);
+          ok = may_look(p.shared, looks, PLAN_TIMEOUT);
         }
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; ++i) sum += float_of((u32)v[i]);
@@ -304,7 +304,7 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
   float* gate = (float*)scratch + team_choice_words(r.experts);
   if (ROUTER >= ROUTER_SAME)
     for (;;) {
-      const u32 part = tickets.units.take(team, b.s);
+      const u32 part = tickets.units.take(team, b.s.ticket);
       if (part * work.units_each >= work.units) break;
       run_units(p, work, part, epoch);
       tickets.units.ask();
@@ -313,7 +313,7 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
   const u32 tag = tag_of(not_earlier(epoch));
   bool ok = true;
   for (;;) {
-    const u32 token = alone ? 0 : tickets.tokens.take(team, b.s);
+    const u32 token = alone ? 0 : tickets.tokens.take(team, b.s.ticket);
     if (token >= work.tokens) break;
     // What is given up is chosen from what there is: all threads meet, and the launch has failed anyway.
     ok = collect_logits(team, p, work, c, token, tag, gate) && ok;
@@ -361,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32, 2) weave_route(co
   const SlotTable table(p);
   const u32 range = blockIdx.x % r.parts, row_blocks = div_up(r.rows, ROUTE_ROWS), block = blockIdx.x / r.parts;
   const u32 token = block / row_blocks * ROUTE_TOKENS, row = block % row_blocks * ROUTE_ROWS + (threadIdx.x >> 5) * ROUTER_ROWS;
+  if (threadIdx.x == 0) store_relaxed(&p.shared.control->call, p.call);  // so that another call's sort knows these sums are not its own
   if (token >= table.tokens) return;
   const u32 segments = router_segments(p), sums = route_sums(p), rows4 = router_rows4(p);
   const u32 begin = range * segments / r.parts, end = (range + 1) * segments / r.parts;
@@ -399,15 +400,15 @@ extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32, 2) weave_route(co
 }
 #endif
 
-// Tokens `first` to `end`, a warp each, by the first warps of the block, as many as have memory in `words`. All threads call;
-// afterwards p.ids and p.weights know their slots.
-WEAVE_FN void choose_tokens(const Launch& p, u32* words, u32 room, u32 warps, u32 first, u32 end) {
+// Tokens `first` to `end`, a warp each, by the first warps of the block, as many as have room in `memory`, of `room` words.
+// All threads call; afterwards r.ids and r.weights hold their slots.
+WEAVE_FN void choose_tokens(const Launch& p, u32* memory, u32 room, u32 warps, u32 first, u32 end) {
   const Router& r = p.router;
   const WarpLanes lanes;
   const u32 each = choice_words(r.experts) + 1, fit = room / each, choosers = fit < warps ? fit : warps;
   const u32 sums = route_sums(p), rows4 = router_rows4(p), warp = threadIdx.x >> 5;
-  const Choice c = choice_at(words + warp * each + 1, r.experts);
-  float* gate = (float*)(words + warp * each);
+  const Choice c = choice_at(memory + warp * each + 1, r.experts);
+  float* gate = (float*)(memory + warp * each);
   for (u32 token = first + warp; warp < choosers && token < end; token += choosers) {
     const float* from = r.sums + (u64)token * sums * rows4;
     for (u32 row = lanes.lane() * 4; row < r.rows; row += 32 * 4) {

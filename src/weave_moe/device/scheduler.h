@@ -10,7 +10,7 @@ namespace weave {
 enum Error : u32 {
   OK = 0,
   OVERLAP = 1,        // two launches in one workspace at the same time
-  PLAN_TIMEOUT = 2,   // the plan was not published, or with many tokens the slots not counted, in time
+  PLAN_TIMEOUT = 2,   // the plan, the router's logits or slots, or with many tokens the counts, were not there in time
   TASK_TIMEOUT = 3,   // a task that this one needs was not finished in time
   RING_TIMEOUT = 4,   // GPU: a stage of the shared-memory ring was not filled or freed in time
 };
@@ -48,22 +48,20 @@ WEAVE_FN void fail(Control* c, u32 error) {
 }
 WEAVE_FN bool failed(const Control* c) { return load_relaxed(&c->error) != OK; }
 
-// Every wait: until there is what it is for, an error elsewhere, or the limit, which is an error itself. `polls`: so far.
-WEAVE_FN bool keep_waiting(const Shared& s, u32 polls, u32 error) {
-  if (polls >= s.spin_limit) {
+// Every wait: until there is what it is for, an error elsewhere, or the limit, which is an error itself. Asked before each
+// look; `looks`: so far.
+WEAVE_FN bool may_look(const Shared& s, u32 looks, u32 error) {
+  if (looks >= s.spin_limit) {
     fail(s.control, error);
     return false;
   }
-  if ((polls & 63) == 63 && failed(s.control)) return false;
-  pause(polls);
+  if ((looks & 63) == 63 && failed(s.control)) return false;
+  if (looks) pause(looks);
   return true;
 }
 WEAVE_FN bool wait_for(const Shared& s, const u32* counter, u32 target, u32 error) {  // *counter >= target (acquire)
-  for (u32 i = 0; i < s.spin_limit; ++i) {
+  for (u32 looks = 0; may_look(s, looks, error); ++looks)
     if (load_acquire(counter) >= target) return true;
-    if (!keep_waiting(s, i, error)) return false;
-  }
-  fail(s.control, error);
   return false;
 }
 

@@ -695,7 +695,7 @@ double weave_bench_plan(const int32_t* ids, int64_t slots, int64_t experts, int3
   }
 }
 
-double weave_bench_claims(int32_t policy, int64_t tasks, int32_t workers, int32_t repeats) {
+double weave_bench_claims(int32_t policy, int32_t batch, int64_t tasks, int32_t workers, int32_t repeats, int64_t* tickets) {
   using namespace weave;
   try {
     std::vector<u64> queue((size_t)workers);
@@ -704,7 +704,7 @@ double weave_bench_claims(int32_t policy, int64_t tasks, int32_t workers, int32_
     for (int r = 0; r < repeats; ++r) {
       u64 tick = 0;
       Stage stage = {&tick, queue.data(), (u32)tasks, (u32)workers, expert_group, 1, (u32)tasks};
-      const Knobs knobs = {(u32)policy, LARGEST, 0, 1, 70};
+      const Knobs knobs = {(u32)policy, LARGEST, 0, 1, 70, (u32)batch};
       Claimer claimer;
       const int64_t start = now_ns();
       claimer.begin(stage, knobs, 0);
@@ -712,6 +712,7 @@ double weave_bench_claims(int32_t policy, int64_t tasks, int32_t workers, int32_
       }
       const int64_t took = now_ns() - start;
       if (claimer.counts.tasks != (u32)tasks) return -1;
+      *tickets = claimer.counts.tickets;
       if (best < 0 || took < best) best = took;
     }
     return (double)best / (double)tasks;

@@ -118,7 +118,7 @@ int64_t weave_sizeof(int32_t which);
 /* Benchmarks. Nanoseconds of one plan of `slots` ids over `experts`, the best of `repeats`; negative: no memory. */
 double weave_bench_plan(const int32_t* ids, int64_t slots, int64_t experts, int32_t width_cap, int32_t repeats);
 /* Nanoseconds of one claim by the only running worker of `workers`, over a stage of `tasks`; best of `repeats`. */
-double weave_bench_claims(int32_t policy, int64_t tasks, int32_t workers, int32_t repeats);
+double weave_bench_claims(int32_t policy, int32_t batch, int64_t tasks, int32_t workers, int32_t repeats, int64_t* tickets);
 
 #ifdef __cplusplus
 }

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..schedule import POLICY_CODES, VICTIM_CODES
+from ..schedule import POLICY_CODES, VICTIM_CODES, Knobs
 from ..shapes import ExpertsCall
 from .build import BuildError, load
 from .stats import TRACE_DTYPE, RunStats, WorkerStats
@@ -104,7 +104,7 @@ def _library() -> ctypes.CDLL:
         ("weave_events", c_int64, (c_void_p, c_void_p, c_int64)),
         ("weave_sizeof", c_int64, (c_int32,)),
         ("weave_bench_plan", c_double, (c_void_p, c_int64, c_int64, c_int32, c_int32)),
-        ("weave_bench_claims", c_double, (c_int32, c_int64, c_int32, c_int32)),
+        ("weave_bench_claims", c_double, (c_int32, c_int32, c_int64, c_int32, c_int32, c_void_p)),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -226,7 +226,7 @@ def _options(workspace: Workspace, policy: str) -> _Options:
         steal_one=workspace.steal == "one",
         min_steal=workspace.min_steal,
         static_share=workspace.static_share,
-        batch=workspace.batch,
+        batch=workspace.batch or Knobs.batch,
         width_cap=workspace.width_cap,
         parts_up=workspace.parts_up,
         parts_down=workspace.parts_down,
@@ -385,13 +385,19 @@ def bench_plan(ids: Sequence[int], experts: int, width_cap: int = 32, repeats: i
     return float(took)
 
 
-def bench_claims(policy: str, tasks: int, workers: int = 64, repeats: int = 20) -> float:
-    """Nanoseconds of one claim by the only running worker of `workers`, the best of `repeats`.
+def bench_claims(
+    policy: str, tasks: int, workers: int = 64, repeats: int = 20, batch: int = Knobs.batch
+) -> tuple[float, int]:
+    """Nanoseconds of one claim by the only running worker of `workers`, the best of `repeats`; and
+    the tickets that it asked for.
 
-    policy: a name of POLICIES but "auto". tasks: tasks of the stage, below 2^24. Raises
-    RuntimeError if the claims do not add up to the tasks.
+    policy: a name of POLICIES but "auto". tasks: tasks of the stage, below 2^24. batch: most tasks
+    of a ticket of "steal". Raises RuntimeError if the claims do not add up to the tasks.
     """
-    took = _library().weave_bench_claims(POLICY_CODES[policy], tasks, workers, repeats)
+    tickets = c_int64()
+    took = _library().weave_bench_claims(
+        *(POLICY_CODES[policy], batch, tasks, workers, repeats), ctypes.byref(tickets)
+    )
     if took < 0:
         raise RuntimeError(f"{tasks} tasks were not claimed exactly once each")
-    return float(took)
+    return float(took), tickets.value

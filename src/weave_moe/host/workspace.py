@@ -55,7 +55,8 @@ class Workspace:
     steal: how much: "half" of the queue, or "one" task.
     min_steal: queues with fewer tasks are left alone.
     static_share: percent of a stage's tasks that policy "static_tail" fixes beforehand.
-    batch: most tasks that policy "steal" puts into a queue at once: 1, 2 or 4.
+    batch: most tasks that policy "steal" puts into a queue at once: 1, 2 or 4. None leaves it to
+        the plan: on a GPU 4 up to 256 tokens and 1 above, on the CPU 4.
     parts_up, parts_down: K ranges that the sums of gate_up and down tasks are cut into; other sums,
         so other last bits, which still depend on nothing but this.
     width_cap: most tokens in a group: 8 to 256, a multiple of 8, from 64 up of 16.
@@ -86,7 +87,7 @@ class Workspace:
         parts_down: int = 1,
         width_cap: int = 32,
         *,
-        batch: Literal[1, 2, 4] = 4,
+        batch: Literal[1, 2, 4] | None = None,
         combine_tokens: int = 16,
         spin_limit: int = _DEFAULT_SPIN_LIMIT,
         slab_bytes: int = DEFAULT_SLAB_BYTES,
@@ -101,8 +102,8 @@ class Workspace:
         self.static_share = _at_most(
             "static_share", check_count("static_share", static_share, 0), 100
         )
-        if check_count("batch", batch) not in (1, 2, 4):
-            raise ValueError(f"batch must be 1, 2 or 4, got {batch}")
+        if batch is not None and check_count("batch", batch) not in (1, 2, 4):
+            raise ValueError(f"batch must be 1, 2, 4 or None, got {batch}")
         self.batch = batch
         self.parts_up = _at_most("parts_up", check_count("parts_up", parts_up), _MAX_PARTS)
         self.parts_down = _at_most("parts_down", check_count("parts_down", parts_down), _MAX_PARTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from typing import Final
 
 import torch
 
@@ -13,7 +13,10 @@ from ..shapes import Activation, ExpertsCall, LayerShape
 __all__ = ["backend_problem", "problem_of"]
 
 
-@functools.lru_cache(maxsize=1024)
+_run: Final[set[tuple[object, ...]]] = set()
+"""What a backend is known to run. Refusals are not kept: a compiler may come, memory be freed."""
+
+
 def backend_problem(
     wanted: str,
     device: str,
@@ -30,7 +33,12 @@ def backend_problem(
     wanted: a name in `weave_moe.backends.NAMES`; "auto" is the fast backend of the device's type,
         never the reference. device, index: a torch device's type and index. kind: of the
         activation. aligned: whether both weights start at a multiple of 16 bytes.
+
+    Raises torch.OutOfMemoryError where the device has no room for a few bytes.
     """
+    key = (wanted, device, index, shape, kind, interleaved, weight_on_input, aligned)
+    if key in _run:
+        return None
     name = {"cuda": "cuda", "cpu": "host"}.get(device) if wanted == "auto" else wanted
     if name is None:
         return f"no backend runs on a device of type {device}"
@@ -39,6 +47,8 @@ def backend_problem(
     try:
         at = torch.device(device, index) if index is not None else torch.device(device)
         weight = torch.empty((1, 1, 32), dtype=shape.torch_dtype, device=at)
+    except torch.OutOfMemoryError:
+        raise
     except (AssertionError, RuntimeError) as error:  # torch without CUDA asserts
         return f"there is no device {device} here: {str(error).splitlines()[0]}"
     if not aligned:
@@ -64,7 +74,10 @@ def backend_problem(
         shape=shape,
     )
     reason = backends.why_not(name, call)
-    return None if reason is None else f"backend {name!r} cannot run it: {reason}"
+    if reason is not None:
+        return f"backend {name!r} cannot run it: {reason}"
+    _run.add(key)
+    return None
 
 
 def problem_of(layer: MoELayer, device: torch.device) -> str | None:

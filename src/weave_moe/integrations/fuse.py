@@ -19,6 +19,7 @@ from .fit import problem_of
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from torch.utils.hooks import RemovableHandle
     from typing_extensions import Self
 
 __all__ = ["Optimized", "optimize"]
@@ -38,6 +39,7 @@ class Optimized:
         self.kept: dict[str, str] = {}
         self._model = model
         self._blocks: dict[str, nn.Module] = {}
+        self._hook: RemovableHandle | None = None
 
     @property
     def replaced(self) -> tuple[str, ...]:
@@ -56,6 +58,9 @@ class Optimized:
             block.train(layer.training)
             _set_module(self._model, name, block)
         self._blocks.clear()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def __enter__(self) -> Self:
         return self
@@ -74,13 +79,33 @@ def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
+_RECORDERS = "transformers.utils.output_capturing"
+"""Whose hooks stay on a model's parts once its router logits or the like have been asked for. They
+do nothing until that is done again, which `_refuse_router_logits` sees."""
+
+
 def _hooked(block: nn.Module) -> bool:
-    experts = getattr(block, "experts", None)
     return any(
-        hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks
-        for module in (block, experts)
-        if isinstance(module, nn.Module)
+        hasattr(module, "_hf_hook")
+        or module._forward_pre_hooks
+        or any(
+            getattr(hook, "__module__", None) != _RECORDERS
+            for hook in module._forward_hooks.values()
+        )
+        for module in block.modules()
     )
+
+
+def _refuse_router_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Before each forward of a model with replaced blocks."""
+    wanted = kwargs.get("output_router_logits")
+    if wanted is None:
+        wanted = getattr(getattr(model, "config", None), "output_router_logits", False)
+    if wanted:
+        raise ValueError(
+            "output_router_logits must not be True while blocks are replaced by weave_moe.optimize:"
+            " a fused router hands out no logits; call .restore() of what optimize returned first"
+        )
 
 
 def optimize(
@@ -94,9 +119,11 @@ def optimize(
     back. Layers that are replaced already are left alone, so that it may be called twice.
 
     A block stays as it is, with the reason in the log "weave_moe" and in `.kept`, if it is not
-    covered, has forward hooks (a fused layer would not run them), is offloaded, the device's fast
-    backend refuses it (the slow reference would run), or the model is asked for router logits,
-    which a fused router does not hand out.
+    covered, it or a part of it has forward hooks (a fused layer would not run them), it is
+    offloaded, the device's fast backend refuses it (the slow reference would run), or the model's
+    configuration asks for router logits, which a fused router does not hand out: asking for them
+    later is a ValueError in the model's forward. If anything else goes wrong, the model stays as it
+    was.
 
     policy, backend, workspace: see `weave_moe.fused_experts`. For inference only.
 
@@ -108,7 +135,25 @@ def optimize(
     check_choice("policy", policy, POLICIES)
     check_choice("backend", backend, backends.NAMES)
     done = Optimized(model)
-    fused = False
+    try:
+        fused = _replace_blocks(done, policy=policy, backend=backend, workspace=workspace)
+    except BaseException:
+        done.restore()
+        raise
+    if not done._blocks and not fused:
+        reasons = "; ".join(sorted(set(done.kept.values())))
+        raise ValueError(
+            f"model {type(model).__name__} has no sparse-MoE block that can be replaced: "
+            f"{reasons or 'none of its modules is one of ' + ', '.join(COVERED)}"
+        )
+    if done._blocks:
+        done._hook = model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
+    return done
+
+
+def _replace_blocks(done: Optimized, *, policy: str, backend: str, workspace: Any) -> bool:
+    """Replaces what can be; whether some block was replaced before."""
+    model, fused = done._model, False
     for name, block in list(model.named_modules()):
         if isinstance(block, MoELayer):
             fused = True
@@ -130,13 +175,7 @@ def optimize(
             continue
         _set_module(model, name, layer)
         done._blocks[name] = block
-    if not done._blocks and not fused:
-        reasons = "; ".join(sorted(set(done.kept.values())))
-        raise ValueError(
-            f"model {type(model).__name__} has no sparse-MoE block that can be replaced: "
-            f"{reasons or 'none of its modules is one of ' + ', '.join(COVERED)}"
-        )
-    return done
+    return fused
 
 
 def _why_kept(model: nn.Module, block: nn.Module) -> str | None:

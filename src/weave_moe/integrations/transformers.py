@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .. import backends, ops
 from ..blocks import _ACTIVATIONS
 from ..layer import MoELayer, _row_major, fused_experts
+from ..reference import activate
 from ..shapes import DTYPES, POLICIES, Activation, LayerShape, check_choice, dtype_name
 from .fit import backend_problem, problem_of
 from .fuse import Optimized, optimize
@@ -201,18 +202,6 @@ def _gate(experts: Any) -> _Gate | str:
     return _GATES.get(name, f"it has an activation of its own, {name}")
 
 
-def _formula(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    if activation.limit is not None:
-        gate = gate.clamp(max=activation.limit)
-        up = up.clamp(-activation.limit, activation.limit)
-    if activation.kind == "silu":
-        acted = gate * torch.sigmoid(activation.alpha * gate)
-    else:
-        how = "tanh" if activation.kind == "gelu_tanh" else "none"
-        acted = torch.nn.functional.gelu(gate, approximate=how)
-    return acted * (up + activation.up_offset)
-
-
 _checked: dict[tuple[Any, ...], str | None] = {}
 
 
@@ -227,10 +216,7 @@ def _check_gate(experts: Any, layout: _Layout) -> str | None:
     key = (type(experts)._apply_gate, activation, layout.interleaved)
     if key not in _checked:
         sample = torch.linspace(-60.0, 60.0, 242, dtype=torch.float32, device="cpu").reshape(11, 22)
-        halves = (
-            (sample[:, ::2], sample[:, 1::2]) if layout.interleaved else sample.chunk(2, dim=-1)
-        )
-        want = _formula(activation, *halves)
+        want = activate(sample, activation, interleaved=layout.interleaved)
         problem = None
         try:
             with torch.no_grad():
@@ -260,25 +246,11 @@ def _backend_reason(
 
     From plain values only, so that a compiler can evaluate it while it traces. sizes: H, I, E, k.
     """
-    return _cached_reason(
-        _settings.backend, device, index, dtype, sizes, kind, interleaved, aligned
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _cached_reason(
-    wanted: str,
-    device: str,
-    index: int | None,
-    dtype: str,
-    sizes: tuple[int, int, int, int],
-    kind: str,
-    interleaved: bool,
-    aligned: bool,
-) -> str | None:
     shape = LayerShape(*sizes, dtype, Activation(kind).gated)
     return backend_problem(
-        wanted, device, index, shape, kind, interleaved=interleaved, aligned=aligned
+        *(_settings.backend, device, index, shape, kind),
+        interleaved=interleaved,
+        aligned=aligned,
     )
 
 
@@ -343,11 +315,11 @@ def _run(
     layout = _layout(experts)
     if isinstance(layout, str):
         return layout
-    if torch.is_grad_enabled() and (
-        hidden_states.requires_grad
-        or top_k_weights.requires_grad
-        or getattr(experts, layout.w13).requires_grad
-        or experts.down_proj.requires_grad
+    b13 = getattr(experts, f"{layout.w13}_bias") if layout.biases else None
+    b2 = experts.down_proj_bias if layout.biases else None
+    recorded = (hidden_states, top_k_weights, getattr(experts, layout.w13), experts.down_proj)
+    if torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (*recorded, b13, b2)
     ):
         return (
             "gradients are recorded, and it is for inference only: call the model under "
@@ -362,8 +334,6 @@ def _run(
     problem = _problem(experts, layout, w13, w2, top_k, w2.device)
     if problem is not None:
         return problem
-    b13 = getattr(experts, f"{layout.w13}_bias") if layout.biases else None
-    b2 = experts.down_proj_bias if layout.biases else None
     # Under autocast hidden states may be wider than the weights; grouped_mm casts them just so.
     x = hidden_states.to(w2.dtype)
     if torch.compiler.is_compiling():

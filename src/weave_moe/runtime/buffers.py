@@ -33,6 +33,7 @@ _CONTROL: Final = 64  # sizeof(weave::Control), rounded up
 _STAGES: Final = 3
 MAX_CHUNKS: Final = 256  # that a worker may come to hold: device/many.h
 _STORE_ROWS: Final = (64, 32, 16, 8)
+_HELD: Final = ("_zeroed", "h", "rows", "gathered", "plan", "sums", "router")
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,9 @@ class Buffers:
         """Grows what is too small, for use on the current stream.
 
         Counters are zero when new, and with them the tagged words, since launches are numbered by
-        a counter: neither is ever renewed alone. So are h and the gathered rows, whose padding is
-        read (and ignored) before anything is written there; a graph would zero them at every
-        replay, and goes without.
+        a counter: neither is ever renewed alone. h and the gathered rows are zero when new as well,
+        because their padding is read (and ignored) before anything is written there; a graph would
+        zero them at every replay, and goes without.
         """
         stream = torch.cuda.current_stream(self.device)
         self._streams.setdefault(stream.cuda_stream, stream)
@@ -206,6 +207,10 @@ class Buffers:
         self._grow("sums", needs.sums)
         self._grow("plan", needs.plan)
         self._grow("router", needs.router)
+        if len(self._streams) > 1 and not self._captured:
+            # The allocator knows of the stream that memory was made on; this is another, perhaps.
+            for name in _HELD:
+                getattr(self, name).record_stream(stream)
 
     def _grow(self, name: str, size: int, *, zeroed: bool = False) -> None:
         old: Tensor = getattr(self, name)
@@ -213,10 +218,6 @@ class Buffers:
             self._renew(name, size, zeroed=zeroed)
 
     def _renew(self, name: str, size: int, *, zeroed: bool) -> None:
-        old: Tensor = getattr(self, name)
-        if len(self._streams) > 1:  # the allocator knows of one stream; launches may run on others
-            for stream in self._streams.values():
-                old.record_stream(stream)
         make = torch.zeros if zeroed else torch.empty
         setattr(self, name, make(size, dtype=torch.uint8, device=self.device))
         self._maps.clear()
@@ -264,7 +265,7 @@ class Buffers:
 
 
 class BufferPool:
-    """The buffers of one device, by stream; a capture has its own for as long as it lasts."""
+    """The buffers of one device, by stream; a capture has its own while its stream is in it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -278,6 +279,7 @@ class BufferPool:
         """The buffers for a launch on a stream, now."""
         capture = capture_id(stream)
         if capture is None:
+            self._capture.pop(stream, None)  # over: the graph holds the memory that it needs
             found = self._eager.get(stream)
             if found is None:
                 found = self._eager[stream] = self.new()
@@ -297,10 +299,10 @@ class BufferPool:
     def reset_all(self) -> None:
         """After an error: every eager counter of the device back to zero (graphs zero their own).
         Waits for the device, so it must not run while another thread captures."""
-        torch.cuda.synchronize(self.device)
+        self.error.zero_()  # first: a launch that is refused meanwhile says so again
         for buffers in list(self._all):
             with buffers.lock:  # no launch of another thread between its fit and its start
+                torch.cuda.synchronize(self.device)  # those that started since are through
                 buffers.reset()
-        # The zeroing is on this stream; the next launch may be on any.
-        torch.cuda.synchronize(self.device)
-        self.error.zero_()
+                # The zeroing is on this stream, the next launch on any.
+                torch.cuda.synchronize(self.device)

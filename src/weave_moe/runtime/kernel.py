@@ -29,7 +29,7 @@ _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 
 ERRORS: Final = {
     1: "two launches used one workspace at the same time",
-    2: "the slots were not counted in time",
+    2: "the tokens were not routed, or their slots not counted, in time",
     3: "a task waited too long for another one's result",
     4: "a stage of the shared-memory ring was not filled or freed in time",
 }

@@ -104,9 +104,12 @@ class KernelPlan:
 
     def __str__(self) -> str:
         where = "in a launch of its own" if self.many else "in each block"
+        least, most = self.stages(self.width_cap), self.stages(8)
+        stages = f"{most} stages of {self.tile_k} columns"
+        if least < most:
+            stages += f" (the widest groups: {least})"
         head = (
-            f"tiles of {self.tile_m} rows x up to {self.width_cap} tokens, "
-            f"{self.stages(8)} to {self.stages(self.width_cap)} stages of {self.tile_k} columns, "
+            f"tiles of {self.tile_m} rows x up to {self.width_cap} tokens, {stages}, "
             f"planned {where}"
         )
         return "\n  ".join((head, *self.reasons))
