@@ -94,11 +94,11 @@ START = Machine(
     publish_us=0.6,
     combine_us=2.4,
 )
-"""H200 before a fit: rates as measured, plan as the kernel's timeline has it, a row's copy from the
-1.76 us that 64 rows took a stage (docs/measured.md) less `stage_us`. `stage_us`, `sm_gbs` and
-`boost` are what makes lists of single SMs come out best: rows of `static_expert` of the fitted
-models on an idle GPU, which are neither fitted to nor among the errors that are stated. The rest
-is where a fit to few tokens ended."""
+"""H200 before a fit: plan as the kernel's timeline has it, a row's copy from the 1.76 us that 64
+rows took a stage (docs/measured.md) less `stage_us`. `stage_us`, `sm_gbs` and `boost` are what
+makes lists of single SMs come out best: rows of `static_expert` of the fitted models on an idle
+GPU, which are neither fitted to nor among the errors that are stated. The rest is near where
+earlier fits ended."""
 
 CANDIDATES = 400
 """Routings drawn to choose from."""
