@@ -256,7 +256,7 @@ def test_the_errors_taken_off_are_those_of_the_shipped_rows() -> None:
     errors = ratio_errors()
     assert set(errors.policies) == set(ratios) - {"steal"} >= set(STATIC)
     # What is known of one mapping is not held against the other.
-    assert errors.policies["static_expert"] > 2 * errors.policies["static_strided"]
+    assert errors.policies["static_expert"] > 1.5 * errors.policies["static_strided"]
     named = [(error, ratios[policy]) for policy, error in errors.policies.items()]
     for error, those in ((errors.time, off), *named):
         assert len(those) >= 20

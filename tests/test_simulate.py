@@ -54,7 +54,7 @@ QWEN = LayerShape(2048, 768, 128, 8)
 H200 = load_machine("h200")
 SMALL = replace(H200, name="small", sms=6, hbm_tbs=0.2, l2_tbs=0.4)
 POLICIES = tuple(POLICY_CODES)
-FAR_OFF = ("static_expert", "window")
+FAR_OFF = ("static_expert",)
 """Policies whose simulated times are off by more than 20 % in some rows even with few tokens."""
 
 Ids = npt.NDArray[np.int64]

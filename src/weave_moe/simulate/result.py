@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def simulate(
         machine: a name of `MACHINES`, a JSON file, or a `Machine`.
         held: SMs that a neighbour keeps for the whole launch.
         slow: SM -> microseconds that each ring stage takes it longer.
-        knobs: settings of stealing; their policy is replaced by `policy`.
+        knobs: settings of stealing, by default the plan's; their policy is replaced by `policy`.
         trace: record every task.
 
     Raises:
@@ -112,9 +112,8 @@ def run_workload(
     trace: bool = False,
 ) -> Simulated:
     """`simulate` for a workload that is there already."""
-    base = knobs or Knobs()
     name = work.kernel.policy if policy == "auto" else policy
-    its = Knobs(name, base.victim, base.steal, base.min_steal, base.static_share, base.batch)
+    its = replace(knobs or Knobs(batch=work.kernel.batch), policy=name)
     launch = Launch(work, chosen, its, held=held, slow=slow, trace=trace)
     makespan = launch.run()
     ran = [w for w in launch.workers if w.left]
