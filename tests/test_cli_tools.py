@@ -666,9 +666,20 @@ DAMAGE = {
 
 
 @pytest.mark.usefixtures("host")
+    assert "what ran is right, but not all could be run" in lines[-1]
 @pytest.mark.parametrize("repetition", [0, 1])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_check_finds_wrong_results(
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
+def test_where_nothing_ran_nothing_is_called_right() -> None:
+    result = call("check", "--backend", "cuda")
+    assert result.exit_code == 3
+    last = result.stdout.splitlines()[-1]
+    assert "nothing could be run" in last
+    assert "0 of 1 ok" in last
+    assert "is right" not in result.stdout
+
+
     damage: str, repetition: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = selftest.fused_experts
@@ -754,6 +765,9 @@ def test_a_compiler_that_fails_is_wrong(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_kernel_without_nvrtc_is_not_run(install: Callable[..., None]) -> None:
     install(H200)
     (outcome,) = document("check", "--backend", "cuda", status=3)["outcomes"]
+    # Nothing ran, so nothing is called right.
+    assert "nothing could be run" in result.stdout
+    assert "is right" not in result.stdout
     assert outcome["detail"] == "NVRTC was not found: install it"
 
 
