@@ -999,6 +999,9 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "_run", lambda *a: pytest.fail("it began to measure"))
+        (["--max-spread", "nan"], "--max-spread"),
+        (["--max-spread", "inf"], "--max-spread"),
+        (["--seconds", "nan"], "--seconds"),
     (tmp_path / "file").write_text("")
     result = call("--out", tmp_path / "file" / "below")
     assert result.exit_code == 2
