@@ -155,6 +155,14 @@ def test_presets_are_listed() -> None:
 
 
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "weave_moe"]
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout == f"weave-moe {__version__}\n"
+    bad = subprocess.run([*command, "run", "--nope"], capture_output=True, text=True)
+    assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
+
+
     command = [sys.executable, "-m", "weave_moe.cli"]
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     assert version.stdout == f"weave-moe {__version__}\n"
