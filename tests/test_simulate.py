@@ -648,6 +648,14 @@ def test_dealt_counts_give_those_counts() -> None:
             deal_counts(counts, tokens=4, top_k=1)
     with pytest.raises(ValueError, match="tokens x top_k"):
         deal_counts([4, 4], tokens=4, top_k=1)
+    with pytest.raises(ValueError, match="counts"):
+        deal_counts(np.array([2**63], dtype=np.uint64), tokens=4, top_k=1)
+
+
+@pytest.mark.parametrize("counts", [[1.5, 0.5], [1.0], ["1"], [True], [None], np.ones(2)])
+def test_counts_that_are_no_integers_are_not_cut_down(counts: Any) -> None:
+    with pytest.raises(TypeError, match=r"^counts must be integers"):
+        deal_counts(counts, tokens=1, top_k=2)
 
 
 @pytest.mark.parametrize(
