@@ -189,7 +189,7 @@ def slower(gains: dict[tuple[str, int, float], float]) -> list[MeasuredCell]:
     return cells
 
 
-SOME = [("qwen3-30b", 1, 0), ("qwen3-30b", 64, 1.2), ("mixtral", 16, 0), ("mixtral", 64, 1.2)]
+SOME = [("qwen3-30b", 4, 0), ("qwen3-30b", 64, 1.2), ("mixtral", 16, 0), ("mixtral", 64, 1.2)]
 """Measured places for which cells are made up."""
 
 
@@ -205,7 +205,7 @@ def test_slower_by_more_than_a_hundredth_is_no_and_level_does_not_matter(
     found = advise(layer, ids, share=1.0, exponents=())
     assert (found.against, found.speedup) == ("measured", pytest.approx(gain))
     assert f"{rival}, measured at" in found.reason
-    assert f"{gain:.2f} times as fast" in found.reason
+    assert f"{found.speedup:.2f} times as fast" in found.reason
     if gain < 1 - LEVEL:
         assert found.verdict == "no"
         assert "slower here" in found.reason
@@ -389,13 +389,16 @@ def test_quantised_checkpoints_are_no() -> None:
 
 
 def test_held_sms_and_a_hot_expert_are_what_it_is_for() -> None:
-    layer = preset("qwen3-30b")
-    ids = routing(64, 128, 8)
-    held = advise(layer, ids, share=0.8, held=48, exponents=())
+    # Measured: static lists take 1.32 times as long.
+    place = ("mixtral", 1024, 1.2)
+    held = advise(layer_of(place[0]), drawn(place), share=0.8, held=16, exponents=())
     assert held.verdict == "use"
     assert held.against == "simulated"
+    layer = preset("qwen3-30b")
+    ids = routing(64, 128, 8)
+    notes = advise(layer, ids, share=0.8, held=48, exponents=()).notes
     unmeasured = "policies" not in calibration()["errors"]
-    assert any("48 held SMs" in note for note in held.notes) == unmeasured
+    assert any("48 held SMs" in note for note in notes) == unmeasured
     # With half of the SMs held static lists were measured to be level.
     half = advise(layer, ids, share=0.8, held=66, exponents=())
     assert half.verdict != "use"
