@@ -561,6 +561,31 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
         advise("qwen3-30b", good["topk_ids"])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"share": "a"},
+        {"communication": "a"},
+        {"busy": [1]},
+        {"now_us": "1"},
+        {"memory_gb": "80"},
+        {"gpus": 1.5},
+        {"held": 1.5},
+    ],
+    ids=str,
+)
+def test_other_types_are_named(change: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"^{next(iter(change))} must be a"):
+        advise(SMALL, [[0, 1], [2, 3]], exponents=(), **change)
+
+
+@pytest.mark.parametrize("name", ["share", "now_us", "memory_gb"])
+def test_numbers_are_finite(name: str) -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=name):
+            advise(SMALL, [[0, 1], [2, 3]], exponents=(), **{name: value})
+
+
 # Memory
 
 

@@ -745,6 +745,19 @@ def test_the_shipped_trace_is_the_default() -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shape": 3}, "^shape must be a LayerShape, got int"),
+        ({"held": 1.5}, "^held must be an int, got float"),
+        ({"slow": [1]}, "^slow must map SMs to microseconds, got list"),
+    ],
+)
+def test_other_types_are_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        simulate(**{"shape": LayerShape(64, 64, 8, 2), "topk_ids": [[0, 1]], **change})
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("--machine", "b9000"),

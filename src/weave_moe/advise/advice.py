@@ -23,7 +23,7 @@ from ..layer import MoELayer
 from ..presets import Preset
 from ..routing import route, router_logits
 from ..run.sources import Source, synthetic
-from ..shapes import LayerShape
+from ..shapes import LayerShape, check_count, check_number
 from ..simulate import Machine, Simulated, load_machine, simulate
 from ..simulate.machine import Calibrated, calibration_of
 from ..tools.choice import choose_plan
@@ -257,6 +257,10 @@ def advise(
     """
     preset = preset_of(layer)
     _check_shares(share, communication, busy, now_us)
+    if gpus is not None:
+        check_count("gpus", gpus)
+    if memory_gb is not None:
+        check_number("memory_gb", memory_gb)
     if static not in STATIC:
         raise ValueError(f"static must be one of {', '.join(STATIC)}, got {static!r}")
     chosen = load_machine(machine)
@@ -336,14 +340,14 @@ def _check_shares(
     share: float | None, communication: float, busy: float | None, now_us: float | None
 ) -> None:
     for name, value in (("share", share), ("communication", communication), ("busy", busy)):
-        if value is not None and not 0 <= value <= 1:
+        if value is not None and not 0 <= check_number(name, value) <= 1:
             raise ValueError(f"{name} must be 0 .. 1, got {value}")
     if (share or 0.0) + communication > 1:
         raise ValueError(
             f"share and communication are parts of one step and must add to at most 1, got "
             f"{share} and {communication}"
         )
-    if now_us is not None and not 0 < now_us < float("inf"):
+    if now_us is not None and check_number("now_us", now_us) <= 0:
         raise ValueError(f"now_us must be more than 0, got {now_us}")
 
 
@@ -368,8 +372,6 @@ def _one_gpu(
     """The part of the layer and of the routing that the busiest of the GPUs has."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    if gpus < 1:
-        raise ValueError(f"gpus must be at least 1, got {gpus}")
     if gpus == 1:
         return shape, ids
     size = shape.intermediate if split == "tensor" else shape.experts

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..host.stats import TRACE_DTYPE, WorkerStats
 from ..schedule import Knobs
-from ..shapes import LayerShape
+from ..shapes import LayerShape, check_count
 from .engine import NEVER, Launch
 from .machine import Machine, load_machine
 from .workload import Workload, make_workload
@@ -89,11 +89,16 @@ def simulate(
         trace: record every task.
 
     Raises:
+        TypeError: an argument of another type than it must have.
         ValueError: an argument outside what is allowed.
     """
+    if not isinstance(shape, LayerShape):
+        raise TypeError(f"shape must be a LayerShape, got {type(shape).__name__}")
     chosen = load_machine(machine)
-    if not 0 <= held < chosen.sms:
+    if check_count("held", held, 0) >= chosen.sms:
         raise ValueError(f"held must be 0 .. {chosen.sms - 1} SMs of {chosen.name}, got {held}")
+    if slow is not None and not isinstance(slow, Mapping):
+        raise TypeError(f"slow must map SMs to microseconds, got {type(slow).__name__}")
     for sm, extra in (slow or {}).items():
         if not 0 <= sm < chosen.sms or not 0 <= extra < NEVER:
             raise ValueError(f"slow must map SMs 0 .. {chosen.sms - 1} to us >= 0: {sm}: {extra}")
