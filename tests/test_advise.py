@@ -189,7 +189,7 @@ def slower(gains: dict[tuple[str, int, float], float]) -> list[MeasuredCell]:
     return cells
 
 
-SOME = [("qwen3-30b", 1, 0), ("qwen3-30b", 64, 1.2), ("mixtral", 16, 0), ("mixtral", 64, 1.2)]
+SOME = [("qwen3-30b", 4, 0), ("qwen3-30b", 64, 1.2), ("mixtral", 16, 0), ("mixtral", 64, 1.2)]
 """Measured places for which cells are made up."""
 
 
@@ -205,7 +205,7 @@ def test_slower_by_more_than_a_hundredth_is_no_and_level_does_not_matter(
     found = advise(layer, ids, share=1.0, exponents=())
     assert (found.against, found.speedup) == ("measured", pytest.approx(gain))
     assert f"{rival}, measured at" in found.reason
-    assert f"{gain:.2f} times as fast" in found.reason
+    assert f"{found.speedup:.2f} times as fast" in found.reason
     if gain < 1 - LEVEL:
         assert found.verdict == "no"
         assert "slower here" in found.reason
@@ -256,7 +256,7 @@ def test_the_errors_taken_off_are_those_of_the_shipped_rows() -> None:
     errors = ratio_errors()
     assert set(errors.policies) == set(ratios) - {"steal"} >= set(STATIC)
     # What is known of one mapping is not held against the other.
-    assert errors.policies["static_expert"] > 2 * errors.policies["static_strided"]
+    assert errors.policies["static_expert"] > 1.5 * errors.policies["static_strided"]
     named = [(error, ratios[policy]) for policy, error in errors.policies.items()]
     for error, those in ((errors.time, off), *named):
         assert len(those) >= 20
@@ -381,14 +381,24 @@ def test_layers_that_the_kernel_refuses_are_no(change: dict[str, int]) -> None:
     assert "kernel does not take" in found.reason
 
 
+def test_quantised_checkpoints_are_no() -> None:
+    layer = replace(preset("qwen3-30b"), quantized="fp8")
+    found = advise(layer, routing(8, 128, 8))
+    assert (found.verdict, found.results, found.speedup) == ("no", (), None)
+    assert "weights are fp8, which the GPU kernel does not take" in found.reason
+
+
 def test_held_sms_and_a_hot_expert_are_what_it_is_for() -> None:
-    layer = preset("qwen3-30b")
-    ids = routing(64, 128, 8)
-    held = advise(layer, ids, share=0.8, held=48, exponents=())
+    # Measured: static lists take 1.32 times as long.
+    place = ("mixtral", 1024, 1.2)
+    held = advise(layer_of(place[0]), drawn(place), share=0.8, held=16, exponents=())
     assert held.verdict == "use"
     assert held.against == "simulated"
+    layer = preset("qwen3-30b")
+    ids = routing(64, 128, 8)
+    notes = advise(layer, ids, share=0.8, held=48, exponents=()).notes
     unmeasured = "policies" not in calibration()["errors"]
-    assert any("48 held SMs" in note for note in held.notes) == unmeasured
+    assert any("48 held SMs" in note for note in notes) == unmeasured
     # With half of the SMs held static lists were measured to be level.
     half = advise(layer, ids, share=0.8, held=66, exponents=())
     assert half.verdict != "use"
@@ -549,6 +559,31 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
         advise(**(good | change))
     with pytest.raises(TypeError, match="layer"):
         advise("qwen3-30b", good["topk_ids"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"share": "a"},
+        {"communication": "a"},
+        {"busy": [1]},
+        {"now_us": "1"},
+        {"memory_gb": "80"},
+        {"gpus": 1.5},
+        {"held": 1.5},
+    ],
+    ids=str,
+)
+def test_other_types_are_named(change: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"^{next(iter(change))} must be a"):
+        advise(SMALL, [[0, 1], [2, 3]], exponents=(), **change)
+
+
+@pytest.mark.parametrize("name", ["share", "now_us", "memory_gb"])
+def test_numbers_are_finite(name: str) -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=name):
+            advise(SMALL, [[0, 1], [2, 3]], exponents=(), **{name: value})
 
 
 # Memory

@@ -31,6 +31,9 @@ from weave_moe.reference import activate
 from weave_moe.run import sources
 from weave_moe.run.errors import InputError
 from weave_moe.shapes import POLICIES, LayerShape
+from weave_moe.tools.choice import choose_plan
+
+ROOT = Path(__file__).resolve().parents[1]
 
 CPU = torch.device("cpu")
 HOST = ("--backend", "host")
@@ -920,6 +923,22 @@ def test_nothing_of_ours_to_time_is_status_3(
     assert next(r for r in rows if r["contestant"] == "torch-eager")["status"] == "timed"
 
 
+def test_the_page_s_case_of_nothing_to_time_is_one() -> None:
+    page = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
+    assert "on a GPU a layer whose H or I is no multiple of 8" in page
+    layer = PRESETS["qwen3-30b"]
+    for change in ({"hidden": 2044}, {"intermediate": 764}):
+        refused = choose_plan(
+            dataclasses.replace(layer, **change), "bfloat16", 16, None, 132
+        ).refused
+        assert refused is not None
+        assert "of 8 elements" in refused
+    assert (
+        choose_plan(dataclasses.replace(layer, interleaved=True), "bfloat16", 16, None, 132).refused
+        is None
+    )
+
+
 def test_what_was_measured_is_kept_when_the_rest_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -980,6 +999,9 @@ def test_list_shows_who_is_here_and_why_others_are_not(tmp_path: Path) -> None:
         (["--scale", "2"], "'2'"),
         (["--seconds", "0"], "--seconds"),
         (["--max-spread", "-1"], "--max-spread"),
+        (["--max-spread", "nan"], "--max-spread"),
+        (["--max-spread", "inf"], "--max-spread"),
+        (["--seconds", "nan"], "--seconds"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

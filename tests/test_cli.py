@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -152,6 +153,14 @@ def test_help(arguments: Sequence[str]) -> None:
 def test_presets_are_listed() -> None:
     listed = succeed("presets").stdout
     assert all(name in listed for name in ("shipped", *PRESETS))
+
+
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "weave_moe"]
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout == f"weave-moe {__version__}\n"
+    bad = subprocess.run([*command, "run", "--nope"], capture_output=True, text=True)
+    assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
 
 
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -449,6 +458,11 @@ def npz(**arrays: Any) -> bytes:
 
 
 IDS = np.zeros((4, 1, 2), dtype=np.int64)
+LARGE = npz(
+    topk_ids=IDS,
+    experts=np.array(50_000),
+    meta=json.dumps({"model": {"hidden": 65536, "intermediate": 65536}}),
+)
 BAD_FILES: dict[str, tuple[str, bytes, str]] = {
     "config no JSON": ("config", b"{", "JSON"),
     "config binary": ("config", b"\xff\xfe\x00", "JSON"),
@@ -476,8 +490,17 @@ BAD_FILES: dict[str, tuple[str, bytes, str]] = {
     "trace of a billion experts": (
         "trace",
         npz(topk_ids=IDS, experts=np.array(10**9)),
-        "try a layer of fewer experts",
+        "file.npz is of 1,000,000,000 experts",
     ),
+    "trace of ids that are no experts": (
+        "trace",
+        npz(topk_ids=IDS + 10**9),
+        "is of 1,000,000,001 experts, as its file says or its largest id has it: the GPU kernel "
+        "takes at most 1,024, the CPU engine 65,534",
+    ),
+    "trace of many large experts": ("trace", LARGE, "trace of 50,000 experts with 4 tokens has"),
+    "trace of more than fit": ("trace", LARGE, "at --scale 1/64 still; try a layer of fewer"),
+    "trace of another kind": ("trace", pickle.dumps({"a": 1}), "damaged, or no npz file"),
     "text binary": ("text", b"\xff\xfe\xfd", "UTF-8"),
     "text empty": ("text", b"", "empty"),
 }
@@ -489,7 +512,11 @@ def test_bad_files(case: str, tmp_path: Path) -> None:
     path = tmp_path / "file.npz"
     path.write_bytes(content)
     option = ["--config", path] if kind == "config" else ["--routing", f"{kind}:{path}"]
-    one_line(call("run", *option, "--out", tmp_path / "out"), says)
+    result = call("run", *option, "--out", tmp_path / "out")
+    one_line(result, says)
+    # Nothing is said of an option that was not given, nor advice to load what may be harmful.
+    assert "--scale 1:" not in result.stderr
+    assert "pickle" not in result.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.npz"]
 
 

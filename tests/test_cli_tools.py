@@ -22,6 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -488,6 +489,26 @@ def test_a_cache_that_cannot_be_written_is_said(
     assert "cannot be written" in call("info").stdout
 
 
+FLOATS = [
+    (name, option.opts[0])
+    for name, command in cli.commands.items()
+    for option in command.params
+    if isinstance(option.type, click.types.FloatParamType)
+]
+
+
+def test_there_are_float_options() -> None:
+    assert {("bench", "--max-spread"), ("calibrate", "--seconds"), ("advise", "--memory")} <= {
+        *FLOATS
+    }
+
+
+@pytest.mark.parametrize(("command", "option"), FLOATS, ids=" ".join)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999", "many"])
+def test_a_float_option_takes_finite_numbers_only(command: str, option: str, value: str) -> None:
+    one_line(call(command, option, value), option)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -645,7 +666,18 @@ def test_without_a_gpu_a_part_is_not_run() -> None:
     assert len(lines) == len(selftest.HOST_LAYERS) + 2, "a line each, the GPU's, and the result"
     assert all(re.match(r"host      ok  ", line) for line in lines[:-2])
     assert re.match(r"cuda      NOT RUN  GPU kernel: no GPU: ", lines[-2])
+    assert "what ran is right, but not all could be run" in lines[-1]
     assert document("check", "--backend", "cuda", status=3)["result"] == "not run"
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
+def test_where_nothing_ran_nothing_is_called_right() -> None:
+    result = call("check", "--backend", "cuda")
+    assert result.exit_code == 3
+    last = result.stdout.splitlines()[-1]
+    assert "nothing could be run" in last
+    assert "0 of 1 ok" in last
+    assert "is right" not in result.stdout
 
 
 @pytest.mark.gpu
@@ -733,6 +765,9 @@ def test_without_a_compiler_the_engine_is_not_run(monkeypatch: pytest.MonkeyPatc
     result = call("check", "--backend", "host")
     assert result.exit_code == 3
     assert result.stdout.startswith("host      NOT RUN  CPU engine: the C++ compiler named in $CXX")
+    # Nothing ran, so nothing is called right.
+    assert "nothing could be run" in result.stdout
+    assert "is right" not in result.stdout
 
 
 @pytest.mark.usefixtures("fresh_engine")

@@ -99,3 +99,17 @@ def test_the_knobs_are_all_of_them() -> None:
     named = set(re.findall(r"`(\w+)`", BY_NAME["knobs.md"]))
     assert named >= set(inspect.signature(weave_moe.Workspace).parameters)
     assert named >= set(weave_moe.POLICIES) | {"auto"}
+
+
+def test_the_widths_are_those_that_a_workspace_takes() -> None:
+    import weave_moe
+
+    said = "32, of the multiples of 8 up to 256, from 64 up those of 16"
+    assert said in BY_NAME["knobs.md"]
+    assert weave_moe.Workspace().width_cap == 32
+    for width in range(1, 300):
+        if width <= 256 and width % (8 if width < 64 else 16) == 0:
+            assert weave_moe.Workspace(width_cap=width).width_cap == width
+        else:
+            with pytest.raises(ValueError, match="width_cap"):
+                weave_moe.Workspace(width_cap=width)

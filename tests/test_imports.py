@@ -14,7 +14,7 @@ PACKAGE = Path(weave_moe.__file__).parent
 ORDER = (
     *("_version", "shapes", "schedule", "runtime", "routing", "reference", "host", "backends"),
     *("ops", "blocks", "layer", "integrations", "data", "presets", "run", "tools", "simulate"),
-    *("bench", "profile", "advise", "cli"),
+    *("bench", "profile", "advise", "cli", "__main__"),
 )
 """Modules and folders of the package: each may import those before it, at any place in the code."""
 

@@ -44,7 +44,7 @@ from weave_moe import (
     workspace_bytes,
 )
 from weave_moe.reference import moe_reference, shared_reference
-from weave_moe.routing import route
+from weave_moe.routing import route, router_logits
 from weave_moe.shapes import ExpertsCall
 
 NAN = float("nan")
@@ -1015,3 +1015,29 @@ class TestThePackage:
         assert set(weave_moe.__all__) <= set(dir(weave_moe))
         with pytest.raises(AttributeError, match="no attribute 'fused_expert'"):
             weave_moe.fused_expert  # noqa: B018
+
+
+@pytest.mark.parametrize("backend", ["host", "reference"])
+def test_autocast_changes_nothing(backend: str) -> None:
+    torch.manual_seed(3)
+    shape = LayerShape(64, 32, 16, 4, "float32")
+    layer = MoELayer(shape, RoutingConfig(4), shared_intermediate=32, shared_gate=True)
+    layer.backend = backend
+    x = torch.randn(40, 64)
+    with torch.no_grad():
+        want = layer(x)
+        logits = router_logits(x, layer.gate.weight)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(layer(x), want)
+            assert torch.equal(router_logits(x, layer.gate.weight), logits)
+
+
+def test_a_selection_bias_keeps_its_type_and_values_where_a_layer_is_cast() -> None:
+    shape = LayerShape(64, 32, 16, 4, "float32")
+    layer = MoELayer(shape, RoutingConfig(4, "sigmoid"), selection_bias=True)
+    bias = 5 + torch.randn(16) / 100
+    layer.gate.e_score_correction_bias.copy_(bias)
+    for cast in (layer.bfloat16(), layer.to(torch.float16), layer.float(), layer.double()):
+        assert torch.equal(cast.gate.e_score_correction_bias, bias)
+        assert cast.state_dict()["gate.e_score_correction_bias"].dtype is torch.float32
+    assert layer.to("meta").gate.e_score_correction_bias.is_meta

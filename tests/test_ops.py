@@ -154,6 +154,26 @@ def keywords(function: Any) -> dict[str, Any]:
     return {name: p.default for name, p in inspect.signature(function).parameters.items()}
 
 
+@pytest.mark.parametrize("into", ["out", "residual", "x"])
+def test_a_compiled_graph_writes_where_it_is_told(into: str) -> None:
+    case = experts_case(9, residual=True)
+    x, *rest = case.args
+    out = torch.empty_like(x)
+    compiled = torch.compile(
+        lambda x, residual, out: fused_experts(
+            x, *rest, residual=residual, out=out, backend="host"
+        ),
+        fullgraph=True,
+        backend="eager",
+    )
+    want = fused_experts(*case.args, residual=case.options["residual"], backend="host")
+    residual = case.options["residual"].clone()
+    target = {"out": out, "residual": residual, "x": x}[into]
+    with torch.no_grad():
+        assert torch.equal(compiled(x, residual, target), want)
+    assert torch.equal(target, want)
+
+
 def test_the_operators_take_what_fused_experts_takes() -> None:
     want = keywords(fused_experts)
     held = {"workspace", "out"}

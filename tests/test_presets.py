@@ -209,8 +209,18 @@ def test_any_text_is_a_config_or_one_error(
 def test_what_is_assumed_is_said(tmp_path: Path) -> None:
     unknown = {**GOOD, "model_type": "brand_new_moe", "quantization_config": {}, "dtype": "fp8"}
     notes = " ".join(from_config(write(tmp_path, unknown)).notes)
-    for word in ("brand_new_moe", "softmax", "quantisation", "fp8"):
+    for word in ("brand_new_moe", "softmax", "weights are quantised", "fp8"):
         assert word in notes
+
+
+def test_how_a_checkpoint_is_stored_is_kept(tmp_path: Path) -> None:
+    stored = {"quantization_config": {"quant_method": "mxfp4"}}
+    found = from_config(write(tmp_path, {**GOOD, **stored}))
+    assert found.quantized == "mxfp4"
+    assert "the checkpoint's weights are mxfp4" in " ".join(found.notes)
+    # Where the language model is one of several, it stands beside them.
+    assert from_config(write(tmp_path, {"text_config": GOOD, **stored})).quantized == "mxfp4"
+    assert from_config(write(tmp_path, GOOD)).quantized == ""
 
 
 def test_an_unknown_name_lists_the_known() -> None:

@@ -54,7 +54,7 @@ QWEN = LayerShape(2048, 768, 128, 8)
 H200 = load_machine("h200")
 SMALL = replace(H200, name="small", sms=6, hbm_tbs=0.2, l2_tbs=0.4)
 POLICIES = tuple(POLICY_CODES)
-FAR_OFF = ("static_expert", "window")
+FAR_OFF = ("static_expert",)
 """Policies whose simulated times are off by more than 20 % in some rows even with few tokens."""
 
 Ids = npt.NDArray[np.int64]
@@ -648,6 +648,14 @@ def test_dealt_counts_give_those_counts() -> None:
             deal_counts(counts, tokens=4, top_k=1)
     with pytest.raises(ValueError, match="tokens x top_k"):
         deal_counts([4, 4], tokens=4, top_k=1)
+    with pytest.raises(ValueError, match="counts"):
+        deal_counts(np.array([2**63], dtype=np.uint64), tokens=4, top_k=1)
+
+
+@pytest.mark.parametrize("counts", [[1.5, 0.5], [1.0], ["1"], [True], [None], np.ones(2)])
+def test_counts_that_are_no_integers_are_not_cut_down(counts: Any) -> None:
+    with pytest.raises(TypeError, match=r"^counts must be integers"):
+        deal_counts(counts, tokens=1, top_k=2)
 
 
 @pytest.mark.parametrize(
@@ -734,6 +742,19 @@ def test_the_shipped_trace_is_the_default() -> None:
     result = invoke("--tokens", "100", "--policy", "counter")
     assert result.exit_code == 0, result.output
     assert "trace small-16e-top4" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shape": 3}, "^shape must be a LayerShape, got int"),
+        ({"held": 1.5}, "^held must be an int, got float"),
+        ({"slow": [1]}, "^slow must map SMs to microseconds, got list"),
+    ],
+)
+def test_other_types_are_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        simulate(**{"shape": LayerShape(64, 64, 8, 2), "topk_ids": [[0, 1]], **change})
 
 
 @pytest.mark.parametrize(

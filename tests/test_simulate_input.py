@@ -159,6 +159,17 @@ def test_simulate_takes_the_presets_that_the_kernel_takes(name: str) -> None:
         assert "the GPU kernel does not take this layer" in refused(result)
 
 
+def test_a_trace_without_an_expert_is_not_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "empty.npz"
+    np.savez(path, topk_ids=np.full((8, 2), -1), experts=8)
+    line = refused(invoke("--routing", f"trace:{path}"))
+    assert "--routing must have a slot with an expert, 0 .. 7: all are empty" in line
+    assert line == refused(invoke("--routing", f"trace:{path}", command="advise"))
+    out = ("--simulate", "--out", tmp_path / "out")
+    assert line == refused(invoke("--routing", f"trace:{path}", *out, command="profile"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_config_is_taken_without_the_change(tmp_path: Path) -> None:
     result = invoke("--config", config(tmp_path, {}), "--tokens", 8, "--policy", "steal")
     assert result.exit_code == 0, result.output

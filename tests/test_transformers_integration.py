@@ -717,19 +717,40 @@ class TestReport:
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        # fp32, which the kernel on a GPU does not take.
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         transformers.Qwen3MoeConfig(**SIZES).save_pretrained(tmp_path)
-        assert weave.main([str(tmp_path)]) == 0
+        assert weave.main([str(tmp_path), "cpu"]) == 0
         printed = capsys.readouterr().out
         assert f"transformers {transformers.__version__}" in printed
         assert "weave: on, in 2 of 2 layers of experts" in printed
+        # fp32, which the kernel does not take: known without a GPU.
+        assert weave.main([str(tmp_path)]) == 1
+        assert "the kernel takes bfloat16 and float16" in capsys.readouterr().out
+        transformers.Qwen3MoeConfig(**SIZES, dtype="bfloat16").save_pretrained(tmp_path)
+        assert weave.main([str(tmp_path)]) == 0
+        printed = capsys.readouterr().out
+        assert "weave: on, in 2 of 2 layers of experts" in printed
+        assert "backend cuda of a Hopper GPU, which is not here" in printed
+        wide = {**SIZES, "moe_intermediate_size": 36}
+        transformers.Qwen3MoeConfig(**wide, dtype="bfloat16").save_pretrained(tmp_path)
+        assert weave.main([str(tmp_path)]) == 1
+        assert "intermediate is 36" in capsys.readouterr().out
         transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
         assert weave.main([str(tmp_path)]) == 1
-        for arguments in ([str(tmp_path / "none")], [], ["--help"]):
+        for arguments in ([str(tmp_path / "none")], [], ["--help"], [str(tmp_path), "tpu"]):
             capsys.readouterr()
             assert weave.main(arguments) == 2
             assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+    @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+    def test_the_command_knows_quantised_checkpoints(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+    ) -> None:
+        config = transformers.Qwen3MoeConfig(**SIZES, quantization_config={"quant_method": method})
+        config.save_pretrained(tmp_path)
+        assert weave.main([str(tmp_path)]) == 1
+        printed = capsys.readouterr().out
+        assert f"weave: off, the checkpoint's weights are {method}: transformers' own" in printed
 
 
 # ---- Whole blocks -------------------------------------------------------------------------------

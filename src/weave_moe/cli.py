@@ -6,6 +6,7 @@ torch and the rest load inside the commands, so that --help and --version are qu
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,17 @@ CACHE_ACTIONS = ("list", "size", "clear")
 PARTS = ("all", "host", "cuda")
 MAPPINGS = ("static_strided", "static_expert")
 SPLITS = ("tensor", "expert")
+
+
+class _Finite(click.FloatRange):
+    """click's range of floats without nan, which no bound keeps out, and without infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
 
 # Options that several commands have.
 _PRESET = click.option(
@@ -378,13 +390,13 @@ def check(backend: str, as_json: bool) -> int:
 @_SCALE
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True, max=15),
+    type=_Finite(min=0, min_open=True, max=15),
     metavar="S",
     help="Of replays, for each cell.  [default: 0.4, above 256 tokens 1.5]",
 )
 @click.option(
     "--max-spread",
-    type=click.FloatRange(min=0),
+    type=_Finite(min=0),
     metavar="X",
     help="Refuse times whose quartiles lie further than 2 X medians apart.  [default: 0.05; on a "
     "CPU 0.5]",
@@ -445,7 +457,7 @@ def bench(**options: Any) -> int:
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True, max=15),
+    type=_Finite(min=0, min_open=True, max=15),
     default=0.3,
     show_default=True,
     metavar="S",
@@ -508,13 +520,13 @@ def simulate(**options: Any) -> int:
 @_LAYER
 @click.option(
     "--share",
-    type=click.FloatRange(0, 1),
+    type=_Finite(0, 1),
     metavar="P",
     help="The MoE experts' share of a step's time now, 0 to 1.  [default: 0.5 assumed]",
 )
 @click.option(
     "--communication",
-    type=click.FloatRange(0, 1),
+    type=_Finite(0, 1),
     default=0.0,
     show_default=True,
     metavar="C",
@@ -522,14 +534,14 @@ def simulate(**options: Any) -> int:
 )
 @click.option(
     "--busy",
-    type=click.FloatRange(0, 1),
+    type=_Finite(0, 1),
     metavar="B",
     help="The share of busy SMs in the layer now.  [default: simulated, of the static mapping]",
 )
 @click.option(
     "--now",
     "now_us",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_Finite(min=0, min_open=True),
     metavar="US",
     help="Microseconds that the layer's experts take now.  [default: as measured, else simulated]",
 )
@@ -556,7 +568,7 @@ def simulate(**options: Any) -> int:
 @click.option(
     "--memory",
     "memory_gb",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_Finite(min=0, min_open=True),
     metavar="GB",
     help="Memory of a GPU.  [default: by its data sheet]",
 )

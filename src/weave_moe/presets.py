@@ -19,7 +19,14 @@ from typing import Any
 from .routing import RoutingConfig
 from .shapes import DTYPES, Activation, LayerShape
 
-__all__ = ["PRESETS", "Preset", "from_config", "preset", "shipped_preset"]
+__all__ = [
+    "PRESETS",
+    "Preset",
+    "from_config",
+    "preset",
+    "quantization_name",
+    "shipped_preset",
+]
 
 _SILU = Activation("silu")
 
@@ -36,6 +43,7 @@ class Preset:
     shared_intermediate: I of all shared experts together, 0 for none.
     shared_gated: their output is scaled by a sigmoid gate.
     notes: what was assumed, since the configuration does not say it.
+    quantized: how the checkpoint's weights are stored, if not in a type of torch's.
     """
 
     name: str
@@ -54,6 +62,7 @@ class Preset:
     shared_gated: bool = False
     dtype: str = "bfloat16"
     notes: tuple[str, ...] = ()
+    quantized: str = ""
 
     @property
     def top_k(self) -> int:
@@ -339,7 +348,8 @@ def _language_model(config: dict[str, Any]) -> dict[str, Any]:
         inner = next((config[key] for key in _NESTED if isinstance(config.get(key), dict)), None)
         if inner is None:
             break
-        config = inner
+        stored = {key: config[key] for key in ("quantization_config",) if key in config}
+        config = stored | inner
     return config
 
 
@@ -389,6 +399,13 @@ def _activation(config: dict[str, Any], kind: str) -> Activation:
     if not isinstance(named, str) or named not in _ACTIVATIONS:
         raise ValueError(f"{key} must be one of {', '.join(_ACTIVATIONS)}, got {named!r}")
     return Activation(_ACTIVATIONS[named], limit=_real(config, "swiglu_limit", None))
+
+
+def quantization_name(value: object) -> str:
+    """What a configuration's quantization_config, a mapping or an object, calls its weights."""
+    named = value.get("quant_method") if isinstance(value, Mapping) else None
+    named = named or getattr(value, "quant_method", None)
+    return str(getattr(named, "value", named)) if named else "quantised"
 
 
 def _parse(config: dict[str, Any], title: str) -> Preset:
@@ -454,8 +471,13 @@ def _parse(config: dict[str, Any], title: str) -> Preset:
         shared = _number(config, ("n_shared_experts",), "")[1] * intermediate
     if kind == "llama4_text":
         shared = intermediate
+    quantized = ""
     if config.get("quantization_config") is not None:
-        notes.append("the weights' quantisation is left out: 16-bit weights are used")
+        quantized = quantization_name(config["quantization_config"])
+        notes.append(
+            f"the checkpoint's weights are {quantized}, which the kernel does not take: all this "
+            "is of a copy in 16 bits"
+        )
     named = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     named = named.removeprefix("torch.") if isinstance(named, str) else ""
     if named not in DTYPES:
@@ -478,4 +500,5 @@ def _parse(config: dict[str, Any], title: str) -> Preset:
         shared_gated=bool(shared and family.get("shared_gated", False)),
         dtype=named,
         notes=tuple(notes),
+        quantized=quantized,
     )

@@ -16,6 +16,7 @@ from .shapes import (
     Activation,
     ExpertsCall,
     SharedExperts,
+    as_written,
     check_shared,
     check_tokens,
     shared_call,
@@ -87,12 +88,13 @@ def experts_reference(
     per_token = max(1, call.shape.top_k * call.shape.hidden * compute_dtype.itemsize)
     slab = max(1, SLAB_BYTES // per_token)
     experts = local_experts(call)
-    parts = [
-        _experts_slab(
-            call, experts, start, min(start + slab, call.num_tokens), rounding, compute_dtype
-        )
-        for start in range(0, call.num_tokens, slab)
-    ]
+    with as_written(call.device):
+        parts = [
+            _experts_slab(
+                call, experts, start, min(start + slab, call.num_tokens), rounding, compute_dtype
+            )
+            for start in range(0, call.num_tokens, slab)
+        ]
     result = torch.cat(parts) if parts else call.x.new_zeros(call.x.shape, dtype=compute_dtype)
     if not rounding:
         return result

@@ -28,6 +28,7 @@ from .shapes import (
     DTYPES,
     ExpertsCall,
     SharedExperts,
+    as_written,
     check_choice,
     check_count,
     check_experts,
@@ -250,16 +251,19 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     x: [T, H]; weight: [E, H]; bias: [E] or None; each in float32, bfloat16 or float16. Products of
     bf16 or fp16 values are exact in fp32, so near-tied experts are told apart as well as the inputs
-    allow. The product is torch's: its setting for float32 matrix products holds here too (leave it
-    at "highest"), and the last bits of a token's logits may depend on the rest of the batch.
+    allow; autocast changes nothing. The product is torch's: its setting for float32 matrix products
+    holds here too (leave it at "highest"), and the last bits of a token's logits may depend on the
+    rest of the batch.
 
     Raises TypeError or ValueError naming the argument.
     """
     check_tensor("x", x, ("T", "H"), _FLOATS)
     experts = weight.size(0) if isinstance(weight, Tensor) and weight.dim() == 2 else 0
     _check_linear(x, weight, bias, experts)
-    # Contiguous, because strides choose torch's kernel and so the last bits.
-    return F.linear(x.float().contiguous(), weight.float(), None if bias is None else bias.float())
+    with as_written(x.device):
+        # Contiguous, because strides choose torch's kernel and so the last bits.
+        x = x.float().contiguous()
+        return F.linear(x, weight.float(), None if bias is None else bias.float())
 
 
 def route(

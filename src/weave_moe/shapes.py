@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -21,6 +22,7 @@ __all__ = [
     "ExpertsCall",
     "LayerShape",
     "SharedExperts",
+    "as_written",
     "check_experts",
     "check_shared",
     "shared_call",
@@ -373,6 +375,13 @@ def _check_weight(name: str, value: object, dims: Sequence[str], x: Tensor) -> T
     return weight
 
 
+def as_written(device: torch.device) -> AbstractContextManager[Any]:
+    """Products in the types that the code says, where autocast would choose narrower ones."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Bytes [first, last) of memory between a tensor's first and last element."""
     if tensor.numel() == 0:
@@ -403,6 +412,8 @@ def _check_out(out: object, x: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 def check_out_apart(out: Tensor, inputs: dict[str, Tensor]) -> None:
     """ValueError, naming the input, if `out` shares memory with one of these and is not `residual`
     itself: inputs are still read when parts of the output are written."""
+    if torch.compiler.is_compiling():
+        return  # there is no memory yet, and the graph copies the result where all has been read
     first, last = _span(out)
     for name, value in inputs.items():
         start, end = _span(value)
@@ -588,7 +599,8 @@ def shared_call(
     if shared.gate is None:
         weights = torch.ones((tokens, 1), dtype=torch.float32, device=x.device)
     else:
-        weights = torch.sigmoid(x.float() @ shared.gate.float().reshape(-1, 1))
+        with as_written(x.device):
+            weights = torch.sigmoid(x.float() @ shared.gate.float().reshape(-1, 1))
     return check_experts(
         x,
         shared.w13.unsqueeze(0),

@@ -23,7 +23,7 @@ from ..layer import MoELayer
 from ..presets import Preset
 from ..routing import route, router_logits
 from ..run.sources import Source, synthetic
-from ..shapes import LayerShape
+from ..shapes import LayerShape, check_count, check_number
 from ..simulate import Machine, Simulated, load_machine, simulate
 from ..simulate.machine import Calibrated, calibration_of
 from ..tools.choice import choose_plan
@@ -257,6 +257,10 @@ def advise(
     """
     preset = preset_of(layer)
     _check_shares(share, communication, busy, now_us)
+    if gpus is not None:
+        check_count("gpus", gpus)
+    if memory_gb is not None:
+        check_number("memory_gb", memory_gb)
     if static not in STATIC:
         raise ValueError(f"static must be one of {', '.join(STATIC)}, got {static!r}")
     chosen = load_machine(machine)
@@ -280,6 +284,12 @@ def advise(
     )
     mine = replace(preset, intermediate=shape.intermediate, experts=shape.experts)
     refused = choose_plan(mine, shape.dtype, len(local), None, chosen.sms).refused
+    if preset.quantized:
+        reason = (
+            f"the checkpoint's weights are {preset.quantized}, which the GPU kernel does not take; "
+            "for advice on a copy in 16 bits, leave quantization_config out of the configuration"
+        )
+        return replace(common, reason=reason, notes=tuple(notes))
     if refused is not None:
         reason = f"the GPU kernel does not take this layer ({refused}); the reference would run it"
         return replace(common, reason=reason, notes=tuple(notes))
@@ -330,14 +340,14 @@ def _check_shares(
     share: float | None, communication: float, busy: float | None, now_us: float | None
 ) -> None:
     for name, value in (("share", share), ("communication", communication), ("busy", busy)):
-        if value is not None and not 0 <= value <= 1:
+        if value is not None and not 0 <= check_number(name, value) <= 1:
             raise ValueError(f"{name} must be 0 .. 1, got {value}")
     if (share or 0.0) + communication > 1:
         raise ValueError(
             f"share and communication are parts of one step and must add to at most 1, got "
             f"{share} and {communication}"
         )
-    if now_us is not None and not 0 < now_us < float("inf"):
+    if now_us is not None and check_number("now_us", now_us) <= 0:
         raise ValueError(f"now_us must be more than 0, got {now_us}")
 
 
@@ -362,8 +372,6 @@ def _one_gpu(
     """The part of the layer and of the routing that the busiest of the GPUs has."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    if gpus < 1:
-        raise ValueError(f"gpus must be at least 1, got {gpus}")
     if gpus == 1:
         return shape, ids
     size = shape.intermediate if split == "tensor" else shape.experts
@@ -458,11 +466,23 @@ def _verdict(found: Advice) -> tuple[str, str]:
     if found.against == "given" and speedup < 1 - LEVEL:
         return "no", f"it would be slower: {speedup:.2f} times as fast as {found.versus}"
     if found.busy is not None and found.busy > BUSY:
-        whose = f"under {found.static}, simulated" if found.against == "simulated" else "now"
-        return "already-busy", (
-            f"SMs are busy {found.busy:.0%} of the time ({whose}), so a perfect schedule gives at "
-            f"most {1 / found.busy:.2f} times; predicted: {speedup:.2f} against {found.versus}"
+        most, predicted = 1 / found.busy, f"predicted: {speedup:.2f} against {found.versus}"
+        if found.against == "simulated":
+            return "already-busy", (
+                f"SMs are busy {found.busy:.0%} of the time under {found.static}, simulated, so a "
+                f"perfect schedule of this kernel gives at most {most:.2f} times; {predicted}. No "
+                "other kernel was measured on such a layer: what yours takes now (--now) says more"
+            )
+        reason = (
+            f"SMs are busy {found.busy:.0%} of the time now, so a perfect schedule gives at most "
+            f"{most:.2f} times; {predicted}"
         )
+        if speedup > most:
+            reason += (
+                ", which is more: that is not the kernel whose SMs are so busy, or they do more "
+                "than they need; what it takes now (--now) would tell"
+            )
+        return "already-busy", reason
     gain = end_to_end(share, sure)
     less = "" if sure == speedup else f" ({sure:.2f} with the simulation's error against it)"
     part_of = f"{share:.0%} of the step{', assumed,' if found.assumed else ''}"

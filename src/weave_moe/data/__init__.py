@@ -167,7 +167,12 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         RuntimeError,
         MemoryError,
     ) as error:
-        raise ValueError(f"trace {path}: cannot be read as an npz archive: {error}") from error
+        what = str(error)
+        # numpy's own words for a file of another kind advise to load it unsafely.
+        if "pickle" in what:
+            objects = what.startswith("Object arrays")
+            what = "it holds Python objects" if objects else "damaged, or no npz file"
+        raise ValueError(f"trace {path}: cannot be read as an npz archive: {what}") from error
     for key, value in arrays.items():
         # numpy hands members without its own header back as bytes.
         if not isinstance(value, np.ndarray):

@@ -27,16 +27,18 @@ def backend_problem(
     interleaved: bool = False,
     weight_on_input: bool = False,
     aligned: bool = True,
+    planned: bool = False,
 ) -> str | None:
     """Why backend `wanted` would not run experts like these, in words; None if it will.
 
     wanted: a name in `weave_moe.backends.NAMES`; "auto" is the fast backend of the device's type,
         never the reference. device, index: a torch device's type and index. kind: of the
-        activation. aligned: whether both weights start at a multiple of 16 bytes.
+        activation. aligned: whether both weights start at a multiple of 16 bytes. planned: it is to
+        run on a Hopper GPU that need not be here.
 
     Raises torch.OutOfMemoryError where the device has no room for a few bytes.
     """
-    key = (wanted, device, index, shape, kind, interleaved, weight_on_input, aligned)
+    key = (wanted, device, index, shape, kind, interleaved, weight_on_input, aligned, planned)
     if key in _run:
         return None
     name = {"cuda": "cuda", "cpu": "host"}.get(device) if wanted == "auto" else wanted
@@ -44,8 +46,10 @@ def backend_problem(
         return f"no backend runs on a device of type {device}"
     # A stand-in that has the sizes in `shape` and needs no memory: what a backend looks at beside
     # them is where and how the weights lie.
+    elsewhere = planned and name == "cuda"
     try:
-        at = torch.device(device, index) if index is not None else torch.device(device)
+        named = device if index is None else f"{device}:{index}"
+        at = torch.device("cpu" if elsewhere else named)
         weight = torch.empty((1, 1, 32), dtype=shape.torch_dtype, device=at)
     except torch.OutOfMemoryError:
         raise
@@ -73,14 +77,19 @@ def backend_problem(
         weight_on_input=weight_on_input,
         shape=shape,
     )
-    reason = backends.why_not(name, call)
+    if elsewhere:
+        from ..backends.cuda import unsupported
+
+        reason = unsupported(call)
+    else:
+        reason = backends.why_not(name, call)
     if reason is not None:
         return f"backend {name!r} cannot run it: {reason}"
     _run.add(key)
     return None
 
 
-def problem_of(layer: MoELayer, device: torch.device) -> str | None:
+def problem_of(layer: MoELayer, device: torch.device, *, planned: bool = False) -> str | None:
     """Why the backend that `layer` asks for would not run it on `device`; None if it will."""
     return backend_problem(
         layer.backend,
@@ -90,4 +99,5 @@ def problem_of(layer: MoELayer, device: torch.device) -> str | None:
         layer.activation.kind,
         interleaved=layer.parts.interleaved,
         weight_on_input=layer.parts.weight_on_input,
+        planned=planned,
     )

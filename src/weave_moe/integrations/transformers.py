@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .. import backends, ops
 from ..blocks import _ACTIVATIONS
 from ..layer import MoELayer, _row_major, fused_experts
+from ..presets import quantization_name
 from ..reference import activate
 from ..shapes import DTYPES, POLICIES, Activation, LayerShape, check_choice, dtype_name
 from .fit import backend_problem, problem_of
@@ -241,6 +242,7 @@ def _backend_reason(
     kind: str,
     interleaved: bool,
     aligned: bool,
+    planned: bool,
 ) -> str | None:
     """Why the backend in use would not run experts like these; None if it will.
 
@@ -251,6 +253,7 @@ def _backend_reason(
         *(_settings.backend, device, index, shape, kind),
         interleaved=interleaved,
         aligned=aligned,
+        planned=planned,
     )
 
 
@@ -288,7 +291,13 @@ def _weights(experts: Any, layout: _Layout) -> tuple[Tensor, Tensor] | str:
 
 
 def _problem(
-    experts: Any, layout: _Layout, w13: Tensor, w2: Tensor, top_k: int, at: torch.device
+    experts: Any,
+    layout: _Layout,
+    w13: Tensor,
+    w2: Tensor,
+    top_k: int,
+    at: torch.device,
+    planned: bool = False,
 ) -> str | None:
     """Why experts of this layout do not run the layer on a device, gradients aside."""
     tracing = torch.compiler.is_compiling()
@@ -304,6 +313,7 @@ def _problem(
         layout.kind,
         layout.interleaved,
         aligned,
+        planned,
     )
     return reason
 
@@ -557,17 +567,22 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def _status(name: str, module: Any, device: torch.device | None) -> LayerStatus:
     kind = type(module).__name__
+    # For a GPU elsewhere: what the kernel takes can be said without one.
+    planned = device is not None and device.type == "cuda" and not torch.cuda.is_available()
+    there = " of a Hopper GPU, which is not here" if planned else ""
 
     def no(reason: str) -> LayerStatus:
         return LayerStatus(name, kind, False, reason)
 
     if isinstance(module, MoELayer):
         at = device or _device_of(module)
-        reason = problem_of(module, at)
+        reason = problem_of(module, at, planned=planned)
         if reason is not None:
             return no(f"the slow reference runs, router included: {reason}")
         used = _backend_of(at) if module.backend == "auto" else module.backend
-        return LayerStatus(name, kind, True, f"the whole layer, router included, backend {used}")
+        return LayerStatus(
+            name, kind, True, f"the whole layer, router included, backend {used}{there}"
+        )
     if isinstance(module, nn.ModuleList):
         return no("its experts are separate modules, where transformers 5 stacks their weights")
     if not _is_offered(module):
@@ -584,10 +599,10 @@ def _status(name: str, module: Any, device: torch.device | None) -> LayerStatus:
     if layout.transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     at = device or w2.device
-    problem = _problem(module, layout, w13, w2, _top_k(module), at)
+    problem = _problem(module, layout, w13, w2, _top_k(module), at, planned)
     if problem is not None:
         return no(problem)
-    return LayerStatus(name, kind, True, f"backend {_backend_of(at)}")
+    return LayerStatus(name, kind, True, f"backend {_backend_of(at)}{there}")
 
 
 def report(
@@ -599,7 +614,8 @@ def report(
     """Prints, layer by layer, whether the model's experts run weave and, if not, why not.
 
     model: a transformers model, on any device. device: where it is going to run, if that is not
-    where its weights are (they may be on "meta"). file: where to print; standard output if None.
+    where its weights are (they may be on "meta"); "cuda" where there is no GPU asks what the kernel
+    takes on a Hopper one. file: where to print; standard output if None.
 
     It looks at modules, options and the device, and runs nothing. What only a forward shows (hidden
     states that need gradients) is in the log "weave_moe" once it happens. Returns the report.
@@ -617,14 +633,17 @@ def report(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`python -m weave_moe.integrations.transformers MODEL`: the report of a model's config.
+    """`python -m weave_moe.integrations.transformers MODEL [cuda | cpu]`: the report of a model's
+    config, for a GPU unless the CPU is asked for.
 
     MODEL is a name or a folder with config.json; no weights are read. Returns the exit status: 0 if
     every layer of experts would run weave, 1 if not, 2 if there is no such model.
     """
     names = sys.argv[1:] if arguments is None else arguments
-    if len(names) != 1 or names[0].startswith("-"):
-        print("usage: python -m weave_moe.integrations.transformers MODEL", file=sys.stderr)
+    device = names[1] if len(names) == 2 else "cuda"
+    if len(names) not in (1, 2) or names[0].startswith("-") or device not in ("cuda", "cpu"):
+        usage = "usage: python -m weave_moe.integrations.transformers MODEL [cuda | cpu]"
+        print(usage, file=sys.stderr)
         return 2
     auto: Any = _transformers
     try:
@@ -634,8 +653,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError, KeyError, ImportError) as error:
         print(f"error: {str(error).strip().splitlines()[0]}", file=sys.stderr)
         return 2
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"transformers {auto.__version__}, torch {torch.__version__}, on {device}")
+    print(f"transformers {auto.__version__}, torch {torch.__version__}, for {device}")
+    parts = [config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", ()))]
+    quantized = [q for c in parts if (q := getattr(c, "quantization_config", None)) is not None]
+    if quantized:
+        how = quantization_name(quantized[0])
+        print(f"weave: off, the checkpoint's weights are {how}: transformers' own experts run")
+        return 1
     return 0 if report(model, device=device).on else 1
 
 

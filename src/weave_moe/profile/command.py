@@ -223,12 +223,13 @@ def _recorded(
 
 def _simulated(options: ProfileOptions, policies: tuple[str, ...], step: Step) -> Profile:
     from ..simulate import make_workload, simulate
-    from ..simulate.command import error_line, full_size, machine_of
+    from ..simulate.command import check_slots, error_line, full_size, machine_of
 
     held = options.held or 0
     machine = machine_of(options.machine or "h200", held)
     step("routing")
     request = prepare(_run_options(options), full_size)
+    check_slots(request)
     shape = request.preset.shape(request.dtype)
     ids = request.routed.topk_ids.numpy().astype(np.int64)
     try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import presets
 from .._version import __version__
+from ..host.engine import MAX_EXPERTS
 from ..presets import Preset
 from ..routing import RoutingConfig
 from . import report, sources
@@ -207,7 +208,15 @@ def _from_text(
 
 
 def _trace_layer(routed: Routed, meta: dict[str, Any], source: Source) -> Preset:
-    """The layer that a trace was recorded in, as far as its file tells."""
+    """The layer that a trace was recorded in, as far as its file tells.
+
+    InputError for more experts than anything but the reference takes: such ids are something else.
+    """
+    if routed.experts > MAX_EXPERTS:
+        raise InputError(
+            f"--routing {source} is of {routed.experts:,} experts, as its file says or its largest "
+            f"id has it: the GPU kernel takes at most 1,024, the CPU engine {MAX_EXPERTS:,}"
+        )
     model = meta.get("model")
     recorded = model if isinstance(model, dict) else {}
     sizes = [recorded.get(key) for key in ("hidden", "intermediate")]

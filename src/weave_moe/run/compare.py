@@ -205,10 +205,13 @@ def choose_scale(
         if asked or not fits(smaller):
             fewer = "fewer --tokens" if few_bytes(smaller) else "a layer of fewer experts"
             hint = f"--scale {smaller}" if fits(smaller) else fewer
+            option = f"--scale {factor}: " if asked else ""
+            still = "" if asked else f", at --scale {smaller} still"
             raise InputError(
-                f"--scale {factor}: {preset.name} with {tokens} tokens has {size_gb:.2f} GB of "
-                f"weights and {work:.1f} GFLOP a policy, too much for the CPU's plain loops "
-                f"({CPU_BYTES / 1e9:.2f} GB, {CPU_FLOPS / 1e9:g} GFLOP); try {hint}"
+                f"{option}{preset.name} of {preset.experts:,} experts with {tokens} tokens has "
+                f"{size_gb:.2f} GB of weights and {work:.1f} GFLOP a policy, too much for the "
+                f"CPU's plain loops ({CPU_BYTES / 1e9:.2f} GB, {CPU_FLOPS / 1e9:g} GFLOP){still}; "
+                f"try {hint}"
             )
         factor = smaller
     if factor == 1:

@@ -24,7 +24,14 @@ from ..tools.choice import choose_plan
 from .machine import Machine, calibration_of, load_machine
 from .result import Simulated, simulate
 
-__all__ = ["SimulateOptions", "error_line", "full_size", "machine_of", "simulate_command"]
+__all__ = [
+    "SimulateOptions",
+    "check_slots",
+    "error_line",
+    "full_size",
+    "machine_of",
+    "simulate_command",
+]
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,15 @@ def full_size(
     if layer.shared_intermediate:
         notes.append("the model's shared experts are dense and left out")
     return layer, dtype, tuple(notes)
+
+
+def check_slots(request: Request) -> None:
+    """InputError where no slot has an expert: then there is nothing to simulate."""
+    if not sources.load_of(request.routed).slots:
+        raise InputError(
+            f"--routing must have a slot with an expert, 0 .. {request.preset.experts - 1}: all "
+            "are empty"
+        )
 
 
 def machine_of(name: str, held: int) -> Machine:
@@ -114,6 +130,7 @@ def simulate_command(options: SimulateOptions) -> int:
     with one_torch_thread(), reporter.working(1 + len(policies)) as step:
         step("routing")
         request = prepare(_run_options(options), full_size)
+        check_slots(request)
         shape = request.preset.shape(request.dtype)
         ids = request.routed.topk_ids.numpy().astype(np.int64)
         results = []

@@ -6,8 +6,11 @@ Three things bound a task:
 
 * its weights. All SMs that read from device memory share its rate (processor sharing); no SM takes
   in more than its port does. Groups of one expert share a weight tile: the first to ask reads it
-  from device memory, the others get it from L2, no sooner than the first one does.
-* the matrix unit: stages of the ring, each as long as its width takes.
+  from device memory, the others get it from L2, no sooner than the first one does. A group's rows
+  are read again where so much has been read since their last use that they have left L2.
+* the matrix unit: stages of the ring, each as long as its width takes; shorter while other SMs have
+  nothing to do, since all of them share the power. None is shorter than waiting for a stage,
+  multiplying and freeing it take, one after the other.
 * what it depends on: down tasks on their group's gate_up tasks, combine tasks on their experts'.
   Meanwhile weights stream on, up to what the ring holds.
 
@@ -87,6 +90,7 @@ class Transfer:
     """A task in a worker's hands, from its claim on."""
 
     __slots__ = (
+        "again",
         "chunk",
         "claim",
         "cold",
@@ -121,6 +125,7 @@ class Transfer:
     copies: float  # time of the copies of x, where rows are read by token
     left: float  # share of the task that has not been asked for
     cold: bool  # from device memory
+    again: float  # bytes of activations that come from there once more
     tile: SharedTile | None
     ready: float  # when what it depends on is there; NEVER while that is unknown
 
@@ -129,19 +134,22 @@ class StageCosts:
     """What the tasks of gate_up or down have in common; sizes in bytes.
 
     steps: ring stages.  tile, last_tile: weights of a chunk, and of the last one.  column:
-    activations of one column.  copy: microseconds of one row, where rows are read by token.
+    activations of one column.  turns, copy: microseconds of the copies, where rows are read by
+    token: of stages, and of each row besides.
     """
 
-    __slots__ = ("chunks", "column", "copy", "last_tile", "parts", "steps", "tile")
+    __slots__ = ("chunks", "column", "copy", "last_tile", "parts", "steps", "tile", "turns")
 
-    def __init__(self, stage: StageShape, kernel: KernelPlan, halves: int, copy: float) -> None:
+    def __init__(
+        self, stage: StageShape, kernel: KernelPlan, halves: int, turn: float, copy: float
+    ) -> None:
         self.chunks, self.parts = stage.chunks, stage.parts
         self.steps = max(1, -(-stage.reduction // kernel.tile_k) // stage.parts)
         self.column = stage.reduction * ELEMENT / stage.parts
         row = halves * self.column
         self.tile = stage.chunk_outputs * row
         self.last_tile = (stage.outputs - (stage.chunks - 1) * stage.chunk_outputs) * row
-        self.copy = copy * self.steps
+        self.turns, self.copy = turn * self.steps, copy * self.steps
 
 
 class SharedTile:
@@ -151,7 +159,7 @@ class SharedTile:
 
     def __init__(self) -> None:
         self.arrived = NEVER
-        self.mark = 0.0  # bytes read from device memory until then
+        self.mark = 0.0  # bytes that had come from device memory until then
         self.waiting: list[tuple[float, Transfer]] = []
 
 
@@ -211,6 +219,7 @@ class Launch:
         self.ring = max(2, kernel.stages(widest))
         weight_stage = kernel.tile_m * kernel.tile_k * ELEMENT
         self.port, self.l2 = machine.sm_gbs * 1e3, machine.l2_tbs * 1e6
+        self.l2_bytes = machine.l2_mb * 1e6
         self.loading = 0  # transfers that are under way
         # All but the stage that the consumer multiplies.
         in_flight = max(1, self.ring - 1) * weight_stage
@@ -218,7 +227,8 @@ class Launch:
         self.timed: list[tuple[float, int, Any, Any]] = []
         self.counter = 0
         self.now = self.over = 0.0
-        self.read_bytes = 0.0
+        self.read_bytes = 0.0  # weights
+        self.through = 0.0  # all that came from device memory through L2
         self.trace: list[tuple[int, ...]] | None = [] if trace else None
         self.trace_times: list[tuple[float, float, float]] = []
         self.stage_first = [NEVER] * 3
@@ -255,26 +265,31 @@ class Launch:
         rounds = -(-(plan.rows // GATHER_ROWS) // running)
         gather = machine.gather_us + machine.gather_ticket_us * rounds
         self.gathered = planned + gather if widest > GATHER_WIDTH else 0.0
-        copy = machine.copy_row_ns / 1e3 * kernel.tile_k / 128
+        turn, copy = machine.stage_us, machine.copy_row_ns / 1e3 * kernel.tile_k / 128
         if kernel.many:
             # Launches of their own sort and gather before, and combine after; both at the rate of
             # device memory, where the rows do not stay in L2.
             moved = (work.slots + work.tokens) * work.shape.hidden * ELEMENT / self.memory.total
             planned = machine.sort_us + moved
-            self.late_plan, self.gathered, copy = machine.plan_us, 0.0, 0.0
+            self.late_plan, self.gathered, turn, copy = machine.plan_us, 0.0, 0.0, 0.0
             self.combined = machine.combine_launch_us + moved
         self.planned = planned
         self.stages = (
-            StageCosts(work.stages[0], kernel, 2 if work.shape.gated else 1, copy),
-            StageCosts(work.stages[1], kernel, 1, 0.0),
+            StageCosts(work.stages[0], kernel, 2 if work.shape.gated else 1, turn, copy),
+            StageCosts(work.stages[1], kernel, 1, 0.0, 0.0),
         )
         self.expert = [g.expert for g in groups]
         self.width = [g.width for g in groups]
         flops = 2 * kernel.tile_m * kernel.tile_k * sms / (machine.matrix_tflops * 1e6)
         self.step_time = [flops * max(w, machine.narrow_width) for w in self.width]
+        self.active = running  # blocks that have something to do
+        # Of all SMs: the share that is at work with fewer does not make them faster.
+        self.least = sms / machine.boost
+        # `through` when a group's rows were last used, in each stage.
+        self.used: tuple[list[float], ...] = ([NEVER] * len(groups), [NEVER] * len(groups))
         # Activations stay in L2 until there are too many of them.
         written = work.written_bytes()
-        spilled = written if written > machine.l2_mb * 1e6 else 0
+        spilled = written if written > self.l2_bytes else 0
         self.traffic = 1 + spilled / max(1, work.weight_bytes)
 
         slow = slow or {}
@@ -347,11 +362,18 @@ class Launch:
         group = task.group = tile.group
         task.chunk = tile.chunk
         task.steps = stage.steps
-        task.step = self.step_time[group] + task.worker.slow
+        active = self.active if self.active > self.least else self.least
+        step, turn = self.step_time[group] * active / self.machine.sms, self.machine.stage_us
+        task.step = (step if step > turn else turn) + task.worker.slow
         size = stage.last_tile if tile.chunk == stage.chunks - 1 else stage.tile
-        task.intake = size + self.width[group] * stage.column
+        rows = self.width[group] * stage.column
+        task.intake = size + rows
+        used = self.used[number]
+        # At their first use they are where they were written, which `traffic` counts.
+        task.again = rows if self.through - used[group] > self.l2_bytes else 0.0
+        used[group] = self.through
         tokens = groups[group].tokens
-        task.copies = stage.copy * tokens if tokens <= GATHER_WIDTH else 0.0
+        task.copies = stage.turns + stage.copy * tokens if tokens <= GATHER_WIDTH else 0.0
         task.left = 1.0
         task.cold, task.tile = True, None
         siblings = groups[group].siblings
@@ -359,7 +381,7 @@ class Launch:
             key = (groups[group].first * stage.chunks + tile.chunk) * stage.parts + tile.part
             shared = self.tiles[number].get(key)
             if shared is None or (
-                shared.arrived < NEVER and self.read_bytes - shared.mark > self.machine.l2_mb * 1e6
+                shared.arrived < NEVER and self.through - shared.mark > self.l2_bytes
             ):
                 shared = self.tiles[number][key] = SharedTile()
             else:
@@ -394,12 +416,14 @@ class Launch:
             time = task.copies
         task.due = self.now + time * share
         task.left = task.left - share if share < task.left else 0.0
-        if task.cold:
-            size = task.size * share
-            self.read_bytes += size
-            self.memory.start(self.now, size * self.traffic / task.worker.share, task)
-            return
         shared = task.tile
+        if task.cold or (task.again and shared is not None and shared.arrived < NEVER):
+            size = task.size if task.cold else 0.0
+            self.read_bytes += size * share
+            self.through += (size + task.again) * share
+            size = size * self.traffic + task.again
+            self.memory.start(self.now, size * share / task.worker.share, task)
+            return
         assert shared is not None
         if shared.arrived == NEVER:
             shared.waiting.append((task.due, task))
@@ -425,7 +449,7 @@ class Launch:
             return
         shared = task.tile
         if task.cold and shared is not None:
-            shared.arrived, shared.mark = self.now, self.read_bytes
+            shared.arrived, shared.mark = self.now, self.through
             for end, sibling in shared.waiting:
                 self._at(max(end, self.now), self._loaded, sibling)
             shared.waiting.clear()
@@ -475,6 +499,7 @@ class Launch:
             self._at(max(task.ready, self.now), self._unblocked, task)
             return
         task.worker.blocked = task
+        self.active -= 1
         self.up_waiting.setdefault(task.group, []).append(task.worker)
 
     def _unblocked(self, task: Transfer) -> None:
@@ -553,6 +578,7 @@ class Launch:
         if blocked.ready == NEVER:
             return
         worker.blocked = None
+        self.active += 1
         self._at(max(blocked.ready, self.now), self._unblocked, blocked)
 
     # Combining
@@ -563,6 +589,7 @@ class Launch:
         task.group, task.chunk = NONE, block
         if self.block_left[block]:
             self.block_waiting.setdefault(block, []).append(task)
+            self.active -= 1
         else:
             self._add_rows(task)
 
@@ -574,6 +601,7 @@ class Launch:
             left[block] -= 1
             if not left[block]:
                 for task in self.block_waiting.pop(block, ()):
+                    self.active += 1
                     self._add_rows(task)
 
     def _add_rows(self, task: Transfer) -> None:
@@ -600,7 +628,9 @@ class Launch:
             return
         worker.last = max(worker.consumer, self.now)
         worker.left = True
-        if self.late:
+        if not self.late:
+            self.active -= 1
+        else:
             late = self.workers[self.late.pop(0)]
             late.first = worker.last
             late.consumer = worker.last + self.late_plan

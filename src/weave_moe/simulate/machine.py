@@ -31,6 +31,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "l2_tbs": (0.001, 1000),
     "sm_gbs": (0.1, 100_000),
     "matrix_tflops": (0.1, 1_000_000),
+    "boost": (1, 100),
     "narrow_width": (1, 256),
     "l2_mb": (0, 1_000_000),
     "shared_bytes": (131_072, 1 << 20),  # less has no room for the ring of the widest tiles
@@ -55,6 +56,7 @@ class Machine:
         l2_tbs: TB/s that all SMs together read from L2.
         sm_gbs: GB/s that one SM takes in, from wherever.
         matrix_tflops: dense bf16 TFLOP/s of all SMs.
+        boost: times that figure an SM reaches by itself, since power is what all of them share.
         narrow_width: columns below which a product takes no less time.
         l2_mb: MB read from device memory until a weight tile has left L2 again.
         shared_bytes: shared memory of a block.
@@ -68,7 +70,9 @@ class Machine:
             is wide enough for it, and that much more for each of an SM's tickets.
         sort_us, combine_launch_us: of the launches before and after the experts', for many tokens,
             besides the rows they move.
-        copy_row_ns: of a row of x in a stage of 128 columns, where it copies rows singly, in ns.
+        stage_us: of a stage of the ring at least: of its products, which begin when it has come and
+            end before it is free; and of its copies, where rows of x are copied singly.
+        copy_row_ns: of such a row in a stage of 128 columns, besides, in ns.
         latency_us: of a read from device memory, as far as the loads in flight do not hide it.
         claim_us: of an atomic whose result is waited for (a stage's first ticket).
         steal_us: of looking at all queues and taking from one.
@@ -88,6 +92,7 @@ class Machine:
     l2_tbs: float
     sm_gbs: float
     matrix_tflops: float
+    boost: float = 1.0
     narrow_width: int = 32
     l2_mb: float = 30.0
     shared_bytes: int = 232_448
@@ -99,7 +104,8 @@ class Machine:
     gather_ticket_us: float = 1.0
     sort_us: float = 10.0
     combine_launch_us: float = 3.0
-    copy_row_ns: float = 27.5
+    stage_us: float = 0.3
+    copy_row_ns: float = 22.8
     latency_us: float = 0.2
     claim_us: float = 0.5
     steal_us: float = 1.5

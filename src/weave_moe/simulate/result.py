@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..host.stats import TRACE_DTYPE, WorkerStats
 from ..schedule import Knobs
-from ..shapes import LayerShape
+from ..shapes import LayerShape, check_count
 from .engine import NEVER, Launch
 from .machine import Machine, load_machine
 from .workload import Workload, make_workload
@@ -85,15 +85,20 @@ def simulate(
         machine: a name of `MACHINES`, a JSON file, or a `Machine`.
         held: SMs that a neighbour keeps for the whole launch.
         slow: SM -> microseconds that each ring stage takes it longer.
-        knobs: settings of stealing; their policy is replaced by `policy`.
+        knobs: settings of stealing, by default the plan's; their policy is replaced by `policy`.
         trace: record every task.
 
     Raises:
+        TypeError: an argument of another type than it must have.
         ValueError: an argument outside what is allowed.
     """
+    if not isinstance(shape, LayerShape):
+        raise TypeError(f"shape must be a LayerShape, got {type(shape).__name__}")
     chosen = load_machine(machine)
-    if not 0 <= held < chosen.sms:
+    if check_count("held", held, 0) >= chosen.sms:
         raise ValueError(f"held must be 0 .. {chosen.sms - 1} SMs of {chosen.name}, got {held}")
+    if slow is not None and not isinstance(slow, Mapping):
+        raise TypeError(f"slow must map SMs to microseconds, got {type(slow).__name__}")
     for sm, extra in (slow or {}).items():
         if not 0 <= sm < chosen.sms or not 0 <= extra < NEVER:
             raise ValueError(f"slow must map SMs 0 .. {chosen.sms - 1} to us >= 0: {sm}: {extra}")
@@ -112,9 +117,8 @@ def run_workload(
     trace: bool = False,
 ) -> Simulated:
     """`simulate` for a workload that is there already."""
-    base = knobs or Knobs()
     name = work.kernel.policy if policy == "auto" else policy
-    its = Knobs(name, base.victim, base.steal, base.min_steal, base.static_share, base.batch)
+    its = replace(knobs or Knobs(batch=work.kernel.batch), policy=name)
     launch = Launch(work, chosen, its, held=held, slow=slow, trace=trace)
     makespan = launch.run()
     ran = [w for w in launch.workers if w.left]

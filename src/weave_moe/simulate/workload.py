@@ -24,11 +24,15 @@ def deal_counts(counts: Sequence[int], tokens: int, top_k: int) -> Ids:
     """ids [tokens, top_k] with counts[e] slots of expert e, no expert twice in a token.
 
     Slots are dealt to the tokens in turn, so that each expert's tokens are neighbours. Raises
-    ValueError for a count outside 0 .. tokens, or more slots than tokens x top_k.
+    TypeError for counts that are no integers, ValueError for one outside 0 .. tokens, or more slots
+    than tokens x top_k.
     """
-    array = np.asarray(counts, dtype=np.int64).reshape(-1)
+    array = np.asarray(counts).reshape(-1)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"counts must be integers, got {array.dtype} {list(counts)[:8]}")
     if array.size == 0 or array.min() < 0 or array.max() > tokens:
         raise ValueError(f"counts must be 0 .. {tokens} (tokens), got {list(counts)[:8]}")
+    array = array.astype(np.int64)
     slots = int(array.sum())
     if slots > tokens * top_k:
         raise ValueError(f"counts must add to at most tokens x top_k = {tokens * top_k}: {slots}")

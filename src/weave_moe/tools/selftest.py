@@ -140,7 +140,9 @@ def check_command(backends: tuple[str, ...], *, json_wanted: bool) -> int:
         verdict = {
             OK: "all is well",
             WRONG: "SOMETHING IS WRONG: do not trust results from this machine",
-            NOT_RUN: "what ran is right, but not all could be run (--backend names a part)",
+            NOT_RUN: "what ran is right, but not all could be run (--backend names a part)"
+            if count
+            else "nothing could be run, so nothing is known of this machine",
         }[worst]
         line("result", f"{verdict}; {count} of {len(outcomes)} ok in {seconds:.1f} s")
     return _STATUS[worst]
