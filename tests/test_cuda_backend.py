@@ -22,7 +22,6 @@ from torch import Tensor
 
 import weave_moe
 from generators import ROUTINGS, Case, experts_case, generator
-from weave_moe import layer as layer_module
 from weave_moe.backends import cuda
 from weave_moe.reference import local_experts
 from weave_moe.routing import LayerCall, RoutingConfig, check_layer
@@ -1668,44 +1667,50 @@ class TestCaptures:
                 )
                 assert config in warm, f"{tokens} of {most} tokens, {shape}"
 
-    @pytest.mark.parametrize("shared", [0, 96])
+    @pytest.mark.parametrize(
+        ("shared", "router", "groups", "whole"),
+        [
+            (0, torch.bfloat16, 1, True),
+            (96, torch.float32, 1, True),
+            (96, torch.float16, 1, False),  # neither x's type nor fp32
+            (0, torch.bfloat16, 64, False),
+        ],
+    )
     def test_a_layer_warms_up_what_its_forward_asks_for(
-        self, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, shared: int
+        self,
+        recorder: Recorder,
+        monkeypatch: pytest.MonkeyPatch,
+        shared: int,
+        router: torch.dtype,
+        groups: int,
+        whole: bool,
     ) -> None:
-        asked: list[dict[str, Any]] = []
-        monkeypatch.setattr(cuda, "warmup", lambda shape, tokens, **options: asked.append(options))
-        shape = LayerShape(64, 64, 8, 2, "bfloat16")
+        asked: list[tuple[LayerShape, int, dict[str, Any]]] = []
+        monkeypatch.setattr(cuda, "warmup", lambda *sizes, **given: asked.append((*sizes, given)))
+        shape = LayerShape(64, 64, 128, 2, "bfloat16")
         layer = weave_moe.MoELayer(
-            shape, RoutingConfig(2), shared_intermediate=shared, expert_bias=True
+            shape,
+            RoutingConfig(2, num_groups=groups, topk_groups=groups),
+            shared_intermediate=shared,
+            expert_bias=True,
         )
+        layer.gate.to(router)
         with pytest.raises(RuntimeError, match="the layer is on cpu"):
             layer.warmup(4)
-        on_gpu = types.SimpleNamespace(
-            device=torch.device("cuda", 0), dtype=torch.bfloat16, size=lambda dim: shared
-        )
-        found = layer_module.part
-        monkeypatch.setattr(
-            layer_module,
-            "part",
-            lambda module, path: (
-                types.SimpleNamespace(down_proj=types.SimpleNamespace(weight=on_gpu))
-                if path == "shared_experts"
-                else on_gpu
-                if path == "gate.weight"
-                else found(module, path)
-            ),
-        )
+        monkeypatch.setattr(weave_moe.MoELayer, "_device", lambda _: torch.device("cuda", 0))
         layer.warmup(4)
-        assert asked == [
-            {
-                "activation": layer.parts.activation,
-                "bias": True,
-                "weight_on_input": False,
-                "router": "bfloat16",
-                "shared_intermediate": shared,
-                "device": 0,
-            }
-        ]
+        common = {"activation": layer.parts.activation, "device": 0}
+        routed = {**common, "bias": True, "weight_on_input": False}
+        if whole:
+            name = "float32" if router is torch.float32 else "bfloat16"
+            assert asked == [(shape, 4, {**routed, "router": name, "shared_intermediate": shared})]
+        else:
+            assert asked[0] == (shape, 4, routed)
+            assert asked[1:] == [
+                (replace(shape, intermediate=inter, experts=1, top_k=1), 4, common)
+                for inter in (shared,)
+                if inter
+            ]
 
     @pytest.mark.parametrize(
         ("changes", "options", "error", "words"),
