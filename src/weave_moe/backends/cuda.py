@@ -442,9 +442,9 @@ def check(device: torch.device | int | None = None) -> None:
         index = torch.cuda.current_device()
     pool = _pools.get(index)
     if pool is not None:
-        stream = torch.cuda.current_stream(index).cuda_stream
-        if capture_id(stream) is None:
-            _raise_if_failed(pool)
+        with torch.cuda.device(index):  # whose stream may be in a capture
+            if capture_id(torch.cuda.current_stream().cuda_stream) is None:
+                _raise_if_failed(pool)
 
 
 _prepared: set[tuple[KernelConfig, int, int]] = set()
@@ -748,6 +748,8 @@ class _Trace:
 
     def read(self) -> npt.NDArray[Any]:
         """`TRACE_DTYPE` records of all tasks, by when they were claimed. Waits for the device."""
+        if self.records.is_cuda:  # the launch may run on another stream than this thread's
+            torch.cuda.synchronize(self.records.device)
         found = self.records.cpu().numpy().view(TRACE_DTYPE)
         clock = self.clock.cpu().numpy()
         found = found[found["worker"] >= 0].copy()
@@ -811,7 +813,7 @@ def warmup(
     experts, 0 where there are none. `MoELayer.warmup` fills all of it in.
 
     Raises TypeError or ValueError, naming the argument, for a layer that the kernel does not take;
-    RuntimeError where there is no GPU that it runs on.
+    RuntimeError where there is no GPU that it runs on, and during graph capture.
     """
     if not isinstance(shape, LayerShape):
         raise TypeError(f"shape must be a LayerShape, got {type(shape).__name__}")
@@ -844,6 +846,9 @@ def warmup(
         raise RuntimeError(f"there is nothing to warm up: {reason}")
     with torch.cuda.device(index):
         _pool(torch.device("cuda", index))
+        # Asked for its other effect, too: a thread that is new to the device gets its context.
+        if capture_id(torch.cuda.current_stream().cuda_stream) is not None:
+            raise RuntimeError("warmup loads code, which cannot be done during graph capture")
         slices = shared_slices(shape, shared_intermediate)
         for count in range(1, min(tokens, slab_tokens(shape, slices)) + 1):
             plan = plan_for(shape, count, index, router=router is not None, shared=slices)
