@@ -1750,6 +1750,23 @@ class TestCaptures:
         with pytest.raises(error, match=words):
             weave_moe.warmup(**{"shape": LayerShape(**sizes), "tokens": 1, **options})
 
+    def test_warmup_asks_for_the_context_first_and_refuses_a_capture(
+        self, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        order: list[str] = []
+        make, ask = cuda.kernel_for, cuda.capture_id
+        monkeypatch.setattr(cuda, "kernel_for", lambda *given: order.append("load") or make(*given))
+        monkeypatch.setattr(cuda, "capture_id", lambda stream: order.append("ask") or ask(stream))
+        shape = LayerShape(64, 64, 8, 2)
+        weave_moe.warmup(shape, 1, device=0)
+        assert order[0] == "ask"
+        assert "load" in order
+        recorder.capturing = 1
+        with pytest.raises(RuntimeError, match="cannot be done during graph capture"):
+            weave_moe.warmup(shape, 1, device=0)
+
     def test_warmup_without_a_gpu_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         shape = LayerShape(64, 64, 8, 2)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -1798,6 +1815,28 @@ class TestErrors:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
         with pytest.raises(weave_moe.KernelError):
             weave_moe.check(0)
+
+    def test_a_capture_is_looked_for_on_the_device_that_is_asked_about(
+        self, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        inside: list[int] = []
+
+        class On:
+            def __init__(self, index: int) -> None:
+                self.index = index
+
+            def __enter__(self) -> None:
+                inside.append(self.index)
+
+            def __exit__(self, *_: object) -> None:
+                inside.pop()
+
+        seen = []
+        monkeypatch.setattr(torch.cuda, "device", On)
+        monkeypatch.setattr(cuda, "capture_id", lambda stream: seen.append(list(inside)))
+        monkeypatch.setattr(cuda, "_pools", {1: recorder.pool})
+        weave_moe.check(1)
+        assert seen == [[1]]
 
     def test_where_nothing_ever_ran_there_is_nothing_to_check(
         self, monkeypatch: pytest.MonkeyPatch

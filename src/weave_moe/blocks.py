@@ -7,7 +7,7 @@ blocks with the same parameters may compute different things. transformers is ne
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .routing import RoutingConfig
 from .shapes import DTYPES, Activation, dtype_name
 
-__all__ = ["COVERED", "LayerParts", "part", "parts_of"]
+__all__ = ["COVERED", "LayerParts", "part", "parts_of", "quantization_name"]
 
 
 @dataclass(frozen=True)
@@ -330,3 +330,10 @@ class _Reader:
             weight_on_input=family.weight_on_input,
             output=family.output,
         )
+
+
+def quantization_name(value: object) -> str:
+    """What a configuration's quantization_config, a mapping or an object, calls its weights."""
+    named = value.get("quant_method") if isinstance(value, Mapping) else None
+    named = named or getattr(value, "quant_method", None)
+    return str(getattr(named, "value", named)) if named else "quantised"

@@ -16,6 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from .blocks import quantization_name
 from .routing import RoutingConfig
 from .shapes import DTYPES, Activation, LayerShape
 
@@ -24,7 +25,6 @@ __all__ = [
     "Preset",
     "from_config",
     "preset",
-    "quantization_name",
     "shipped_preset",
 ]
 
@@ -399,13 +399,6 @@ def _activation(config: dict[str, Any], kind: str) -> Activation:
     if not isinstance(named, str) or named not in _ACTIVATIONS:
         raise ValueError(f"{key} must be one of {', '.join(_ACTIVATIONS)}, got {named!r}")
     return Activation(_ACTIVATIONS[named], limit=_real(config, "swiglu_limit", None))
-
-
-def quantization_name(value: object) -> str:
-    """What a configuration's quantization_config, a mapping or an object, calls its weights."""
-    named = value.get("quant_method") if isinstance(value, Mapping) else None
-    named = named or getattr(value, "quant_method", None)
-    return str(getattr(named, "value", named)) if named else "quantised"
 
 
 def _parse(config: dict[str, Any], title: str) -> Preset:

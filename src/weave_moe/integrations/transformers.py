@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import backends, ops
-from ..blocks import _ACTIVATIONS
+from ..blocks import _ACTIVATIONS, quantization_name
 from ..layer import MoELayer, _row_major, fused_experts
-from ..presets import quantization_name
 from ..reference import activate
 from ..shapes import DTYPES, POLICIES, Activation, LayerShape, check_choice, dtype_name
 from .fit import backend_problem, problem_of
