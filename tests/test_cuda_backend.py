@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import weave_moe
+from fakes.devices import entered
 from generators import ROUTINGS, Case, experts_case, generator
 from weave_moe.backends import cuda
 from weave_moe.reference import local_experts
@@ -1820,19 +1821,8 @@ class TestErrors:
         self, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         inside: list[int] = []
-
-        class On:
-            def __init__(self, index: int) -> None:
-                self.index = index
-
-            def __enter__(self) -> None:
-                inside.append(self.index)
-
-            def __exit__(self, *_: object) -> None:
-                inside.pop()
-
         seen = []
-        monkeypatch.setattr(torch.cuda, "device", On)
+        monkeypatch.setattr(torch.cuda, "device", entered(inside))
         monkeypatch.setattr(cuda, "capture_id", lambda stream: seen.append(list(inside)))
         monkeypatch.setattr(cuda, "_pools", {1: recorder.pool})
         weave_moe.check(1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.devices import entered
 from weave_moe.runtime import driver
 from weave_moe.tools import neighbour
 
@@ -70,16 +71,6 @@ def test_a_neighbour_s_streams_are_no_others(
     ready: list[int] = []
     wrapped: list[tuple[int, int]] = []
 
-    class Device:
-        def __init__(self, index: int) -> None:
-            self.index = index
-
-        def __enter__(self) -> None:
-            current.append(self.index)
-
-        def __exit__(self, *_: object) -> None:
-            current.pop()
-
     def external(pointer: int, device: int) -> SimpleNamespace:
         assert current == [device], "made in another device's context"
         assert device in ready, "no context before an allocation"
@@ -96,7 +87,7 @@ def test_a_neighbour_s_streams_are_no_others(
 
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "device", entered(current))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "ExternalStream", external)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: pytest.fail("a stream of the pool"))

@@ -1041,3 +1041,6 @@ def test_a_selection_bias_keeps_its_type_and_values_where_a_layer_is_cast() -> N
         assert torch.equal(cast.gate.e_score_correction_bias, bias)
         assert cast.state_dict()["gate.e_score_correction_bias"].dtype is torch.float32
     assert layer.to("meta").gate.e_score_correction_bias.is_meta
+    # As a model that is made on the meta device is given memory.
+    filled = layer.to_empty(device="cpu").gate.e_score_correction_bias
+    assert (filled.device.type, filled.dtype) == ("cpu", torch.float32)

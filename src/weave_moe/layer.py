@@ -483,12 +483,12 @@ class MoELayer(nn.Module):
             self._shared_experts()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = None if self.drop_in else self._tensor(self.parts.selection_bias)
-        kept = None if before is None else before.data
+        bias = None if self.drop_in else self._tensor(self.parts.selection_bias)
+        kept = bias.data if bias is not None and bias.dtype is torch.float32 else None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         bias = self._tensor(self.parts.selection_bias)
-        if kept is not None and bias is not None and kept.dtype is torch.float32:
-            bias.data = kept.to(bias.device)  # whatever type the layer is cast to
+        if kept is not None and bias is not None and bias.dtype is not torch.float32:
+            bias.data = kept.to(bias.device)  # a cast is of all else
         self._put_in_order()
         return self
 

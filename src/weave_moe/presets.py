@@ -20,13 +20,7 @@ from .blocks import quantization_name
 from .routing import RoutingConfig
 from .shapes import DTYPES, Activation, LayerShape
 
-__all__ = [
-    "PRESETS",
-    "Preset",
-    "from_config",
-    "preset",
-    "shipped_preset",
-]
+__all__ = ["PRESETS", "Preset", "from_config", "preset", "shipped_preset"]
 
 _SILU = Activation("silu")
 
@@ -348,8 +342,8 @@ def _language_model(config: dict[str, Any]) -> dict[str, Any]:
         inner = next((config[key] for key in _NESTED if isinstance(config.get(key), dict)), None)
         if inner is None:
             break
-        stored = {key: config[key] for key in ("quantization_config",) if key in config}
-        config = stored | inner
+        # That of all parts stands beside them.
+        config = {"quantization_config": config.get("quantization_config"), **inner}
     return config
 
 

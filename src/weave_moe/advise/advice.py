@@ -282,14 +282,14 @@ def advise(
         static=static,
         memory=memory,
     )
-    mine = replace(preset, intermediate=shape.intermediate, experts=shape.experts)
-    refused = choose_plan(mine, shape.dtype, len(local), None, chosen.sms).refused
     if preset.quantized:
         reason = (
             f"the checkpoint's weights are {preset.quantized}, which the GPU kernel does not take; "
             "for advice on a copy in 16 bits, leave quantization_config out of the configuration"
         )
         return replace(common, reason=reason, notes=tuple(notes))
+    mine = replace(preset, intermediate=shape.intermediate, experts=shape.experts)
+    refused = choose_plan(mine, shape.dtype, len(local), None, chosen.sms).refused
     if refused is not None:
         reason = f"the GPU kernel does not take this layer ({refused}); the reference would run it"
         return replace(common, reason=reason, notes=tuple(notes))

@@ -96,12 +96,15 @@ def _hooked(block: nn.Module) -> bool:
     )
 
 
+def _configured(model: nn.Module) -> bool:
+    """Whether a model hands out router logits where a call does not say."""
+    return bool(getattr(getattr(model, "config", None), "output_router_logits", False))
+
+
 def _refuse_router_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Before each forward of a model with replaced blocks."""
     wanted = kwargs.get("output_router_logits")
-    if wanted is None:
-        wanted = getattr(getattr(model, "config", None), "output_router_logits", False)
-    if wanted:
+    if _configured(model) if wanted is None else wanted:
         raise ValueError(
             "output_router_logits must not be True while blocks are replaced by weave_moe.optimize:"
             " a fused router hands out no logits; call .restore() of what optimize returned first"
@@ -183,7 +186,6 @@ def _why_kept(model: nn.Module, block: nn.Module) -> str | None:
         return "it has forward hooks, which a fused layer would not run"
     if any(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
         return "its weights are on the meta device"
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False):
+    if _configured(model):
         return "config.output_router_logits is True, and a fused router hands out no logits"
     return None

@@ -232,6 +232,12 @@ def _check_gate(experts: Any, layout: _Layout) -> str | None:
 # ---- Whether a backend takes them ---------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=1024)
+def _shape(sizes: tuple[int, int, int, int], dtype: str, kind: str) -> LayerShape:
+    # Its checks, once for each layer and not in every forward.
+    return LayerShape(*sizes, dtype, Activation(kind).gated)
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _backend_reason(
     device: str,
@@ -247,9 +253,8 @@ def _backend_reason(
 
     From plain values only, so that a compiler can evaluate it while it traces. sizes: H, I, E, k.
     """
-    shape = LayerShape(*sizes, dtype, Activation(kind).gated)
     return backend_problem(
-        *(_settings.backend, device, index, shape, kind),
+        *(_settings.backend, device, index, _shape(sizes, dtype, kind), kind),
         interleaved=interleaved,
         aligned=aligned,
         planned=planned,
