@@ -23,7 +23,6 @@ from torch import Tensor
 import weave_moe
 from fakes.devices import entered
 from generators import ROUTINGS, Case, experts_case, generator
-from weave_moe import layer as layer_module
 from weave_moe.backends import cuda
 from weave_moe.reference import local_experts
 from weave_moe.routing import LayerCall, RoutingConfig, check_layer
@@ -933,6 +932,60 @@ def test_many_tokens_take_three_launches_that_cover_them(
     assert (combine.blocks - 1) * COMBINE_WARPS < warps <= combine.blocks * COMBINE_WARPS
 
 
+@pytest.mark.parametrize("routes", [False, True])
+def test_the_device_chooses_between_a_launch_for_few_tokens_and_the_others(
+    recorder: Recorder, routes: bool
+) -> None:
+    tokens = 2048
+    case = bf16_case(tokens, valid=5, residual=True)
+    if routes:
+        recorder.layer(layer_of(case))
+    else:
+        recorder.run(case)
+    few, *many = recorder.all
+    names = ["route", "sort", "experts", "combine"]
+    assert few.name == "experts"
+    assert [launched.name for launched in many] == names[not routes :]
+    assert [few.config.many, *(launched.config.many for launched in many)] == [
+        False,
+        *[True] * len(many),
+    ]
+    assert (few.p.tokens, many[0].p.tokens) == (FEW_TOKENS, tokens)
+    for name in ("x", "out", "residual", "valid", "valid_offset", "top_k"):
+        assert len({getattr(launched.p, name) for launched in recorder.all}) == 1, name
+    assert {launched.p.few_tokens for launched in recorder.all} == {FEW_TOKENS}
+    # One memory for both, made before either starts.
+    held = recorder.buffers
+    for launched in recorder.all:
+        p = launched.p
+        assert p.shared.control == held.counters.data_ptr()
+        assert p.h == held.h.data_ptr()
+        if routes:
+            assert p.router.state + ROUTER_STATE_BYTES <= p.shared.control + held.counters.numel()
+
+
+def test_where_nothing_is_to_choose_there_are_no_launches_more(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padded = bf16_case(2048, valid=5)
+    for case, most in (
+        (bf16_case(2048), 16_384),  # the host knows the number
+        (bf16_case(FEW_TOKENS, valid=5), 16_384),  # few in any case
+        (padded.with_(workspace=weave_moe.Workspace(trace=True)), 16_384),
+        # A slab that is itself a launch for few tokens.
+        (bf16_case(2 * FEW_TOKENS + 1, valid=5), 2 * FEW_TOKENS),
+    ):
+        monkeypatch.setattr(cuda, "SLAB_TOKENS", most)
+        launches = recorder.run(case)
+        assert [launch.p.few_tokens for launch in launches] == [0] * len(launches)
+        assert sum(launch.p.tokens for launch in launches) == len(case.args[0])
+    monkeypatch.setattr(cuda, "SLAB_TOKENS", 1024)
+    launches = recorder.run(padded)
+    assert [launch.p.tokens for launch in launches] == [FEW_TOKENS, 1024, 1024]
+    assert [launch.p.valid_offset for launch in launches] == [0, 0, 1024]
+    assert {launch.p.few_tokens for launch in launches} == {FEW_TOKENS}
+
+
 def test_parameters_come_from_the_call(recorder: Recorder) -> None:
     case = bf16_case(
         5, biases=True, valid=3, mapped=True, id_dtype=torch.int64, activation="swiglu_oai"
@@ -1535,6 +1588,16 @@ class TestCaptures:
         recorder.capturing = 2
         assert len(recorder.run(bf16_case(5))) == 1
 
+    def test_both_kernels_of_a_padded_call_must_be_ready(self, recorder: Recorder) -> None:
+        recorder.run(bf16_case(2048))
+        recorder.capturing = 1
+        with pytest.raises(RuntimeError, match=r"weave_moe\.warmup\(shape, tokens=2048\)"):
+            recorder.run(bf16_case(2048, valid=5))
+        recorder.capturing = None
+        recorder.run(bf16_case(2048, valid=5))
+        recorder.capturing = 2
+        assert len(recorder.run(bf16_case(2048, valid=5))) == 2
+
     def test_a_layers_kernel_is_another_one(self, recorder: Recorder) -> None:
         call = layer_of(bf16_case(5), shared=64)
         recorder.run(bf16_case(5))
@@ -1581,6 +1644,8 @@ class TestCaptures:
             kinds = {None: "none", "logits": "logits", "bfloat16": "same", "float32": "fp32"}
             router = data.draw(st.sampled_from(list(kinds)), "router")
             shared = 0 if router is None else data.draw(st.sampled_from([0, 64, 200]), "Is")
+            if cuda._other_layer(shape, shape.experts, shared):
+                shared = 0
             slices = cuda.shared_slices(shape, shared)
             cuda.warmup(shape, most, router=router, shared_intermediate=shared)
             warm = set(recorder.compiled)
@@ -1603,44 +1668,50 @@ class TestCaptures:
                 )
                 assert config in warm, f"{tokens} of {most} tokens, {shape}"
 
-    @pytest.mark.parametrize("shared", [0, 96])
+    @pytest.mark.parametrize(
+        ("shared", "router", "groups", "whole"),
+        [
+            (0, torch.bfloat16, 1, True),
+            (96, torch.float32, 1, True),
+            (96, torch.float16, 1, False),  # neither x's type nor fp32
+            (0, torch.bfloat16, 64, False),
+        ],
+    )
     def test_a_layer_warms_up_what_its_forward_asks_for(
-        self, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, shared: int
+        self,
+        recorder: Recorder,
+        monkeypatch: pytest.MonkeyPatch,
+        shared: int,
+        router: torch.dtype,
+        groups: int,
+        whole: bool,
     ) -> None:
-        asked: list[dict[str, Any]] = []
-        monkeypatch.setattr(cuda, "warmup", lambda shape, tokens, **options: asked.append(options))
-        shape = LayerShape(64, 64, 8, 2, "bfloat16")
+        asked: list[tuple[LayerShape, int, dict[str, Any]]] = []
+        monkeypatch.setattr(cuda, "warmup", lambda *sizes, **given: asked.append((*sizes, given)))
+        shape = LayerShape(64, 64, 128, 2, "bfloat16")
         layer = weave_moe.MoELayer(
-            shape, RoutingConfig(2), shared_intermediate=shared, expert_bias=True
+            shape,
+            RoutingConfig(2, num_groups=groups, topk_groups=groups),
+            shared_intermediate=shared,
+            expert_bias=True,
         )
+        layer.gate.to(router)
         with pytest.raises(RuntimeError, match="the layer is on cpu"):
             layer.warmup(4)
-        on_gpu = types.SimpleNamespace(
-            device=torch.device("cuda", 0), dtype=torch.bfloat16, size=lambda dim: shared
-        )
-        found = layer_module.part
-        monkeypatch.setattr(
-            layer_module,
-            "part",
-            lambda module, path: (
-                types.SimpleNamespace(down_proj=types.SimpleNamespace(weight=on_gpu))
-                if path == "shared_experts"
-                else on_gpu
-                if path == "gate.weight"
-                else found(module, path)
-            ),
-        )
+        monkeypatch.setattr(weave_moe.MoELayer, "_device", lambda _: torch.device("cuda", 0))
         layer.warmup(4)
-        assert asked == [
-            {
-                "activation": layer.parts.activation,
-                "bias": True,
-                "weight_on_input": False,
-                "router": "bfloat16",
-                "shared_intermediate": shared,
-                "device": 0,
-            }
-        ]
+        common = {"activation": layer.parts.activation, "device": 0}
+        routed = {**common, "bias": True, "weight_on_input": False}
+        if whole:
+            name = "float32" if router is torch.float32 else "bfloat16"
+            assert asked == [(shape, 4, {**routed, "router": name, "shared_intermediate": shared})]
+        else:
+            assert asked[0] == (shape, 4, routed)
+            assert asked[1:] == [
+                (replace(shape, intermediate=inter, experts=1, top_k=1), 4, common)
+                for inter in (shared,)
+                if inter
+            ]
 
     @pytest.mark.parametrize(
         ("changes", "options", "error", "words"),
@@ -1656,6 +1727,14 @@ class TestCaptures:
             ({}, {"router": "float16"}, ValueError, '^router must be None, "logits", .*float16'),
             ({}, {"shared_intermediate": 8}, ValueError, "^router must not be None"),
             ({}, {"router": "logits", "shared_intermediate": -8}, ValueError, "^shared_intermedi"),
+            *(
+                ({}, {"router": "logits", **sizes}, ValueError, f"^router must be None .*{words}")
+                for sizes, words in (
+                    ({"router_experts": 2000}, "2000 experts; at most 1,024"),
+                    ({"shared_intermediate": 12}, "12; it must be a multiple of 8"),
+                    ({"shared_intermediate": 64 * 40}, "40 slices of shared ones a token"),
+                )
+            ),
             ({"dtype": "float32"}, {}, ValueError, "^shape must be .*float32"),
             ({"hidden": 60}, {}, ValueError, "^shape must be .*hidden is 60"),
             ({"gated": False}, {}, ValueError, "^activation must have no gate, .*silu"),

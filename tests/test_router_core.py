@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from native import STEPPED, Builder, Patch, needs_cxx
-from test_cuda_backend import Recorder, bf16_case, layer_of, recorder  # noqa: F401
+from test_cuda_backend import Launched, Recorder, bf16_case, layer_of, recorder  # noqa: F401
 from weave_moe.routing import LayerCall, RoutingConfig, route, router_logits
 from weave_moe.runtime.buffers import logit_sums
 from weave_moe.runtime.kernel import SORT_THREADS, KernelConfig
@@ -50,7 +50,7 @@ class Routed:
 
     slots: what each block that reads slots takes for their experts [T, slots], -1 for none, and for
     their weights.  weights, ids: the router's result [T, k].  sums: of each segment's columns, few
-    tokens: [T, segments, rows].
+    tokens: [T, segments, rows], or [T, 1, rows] where blocks add segments up.
     """
 
     slots: list[tuple[Tensor, Tensor]]
@@ -67,6 +67,30 @@ def words(tensor: Tensor, at: int, *size: int) -> Tensor:
     return found.view(size)
 
 
+def allow(library: ctypes.CDLL, *read: Tensor) -> None:
+    """What the launches that follow may read."""
+    library.emulate_allow(
+        (ctypes.c_void_p * len(read))(*(t.data_ptr() for t in read)),
+        (ctypes.c_uint64 * len(read))(*(t.numel() * t.element_size() for t in read)),
+        len(read),
+    )
+
+
+def chosen(launches: Sequence[Launched], call: LayerCall) -> Launched:
+    """That of a call's launches which the device chooses, by the number of valid tokens."""
+    count, last = call.experts.num_valid_tokens, launches[-1]
+    few = count is not None and int(count) <= last.p.few_tokens
+    return launches[0] if few else last
+
+
+def adds_up(call: LayerCall, p: Any, blocks: int) -> bool:
+    """Whether a block adds up all segments of its rows: where so many blocks have enough to do."""
+    count = call.experts.num_valid_tokens
+    tokens = p.tokens if count is None else max(0, min(p.tokens, int(count)))
+    tickets = -(-tokens // (8 if tokens <= 64 else 32)) * -(-p.router.rows // 16)
+    return logit_sums(p.hidden) > 1 and 2 * tickets >= blocks
+
+
 def emulate(
     build: Build,
     recorder: Recorder,  # noqa: F811
@@ -81,22 +105,18 @@ def emulate(
 
     before: launches that its workspace has seen; the first finds no words of another.
     """
-    (launch,), weights, ids = recorder.layer(call)
+    launches, weights, ids = recorder.layer(call)
+    launch = chosen(launches, call)
     library, p, held = build(launch.config, patches), launch.p, recorder.buffers
     for tensor in (held.router, weights.view(torch.uint8), ids.view(torch.uint8)):
         tensor.fill_(0xA5)
     if before == 0:
         held.tagged.fill_(0xA5)
     words(held.counters, p.shared.control, 3)[EPOCH] = before
-    read = [*call.inputs().values(), held.router, held.tagged]
-    library.emulate_allow(
-        (ctypes.c_void_p * len(read))(*(t.data_ptr() for t in read)),
-        (ctypes.c_uint64 * len(read))(*(t.numel() * t.element_size() for t in read)),
-        len(read),
-    )
+    allow(library, *call.inputs().values(), held.router, held.tagged)
     slots, sums = (p.tokens, p.top_k), None
     if launch.config.many:
-        first = recorder.all[0]
+        first = recorder.all[len(launches) - 1]
         assert (first.name == "route") == (p.router.rows > 0)
         grid = first.blocks if first.name == "route" else 0
         # The sort's memory, and memory for three warps' choices.
@@ -114,7 +134,8 @@ def emulate(
         )
         of_blocks = list(zip(*own, strict=True))
         if launch.config.router != "logits":
-            size = (p.tokens, logit_sums(p.hidden), -(-p.router.rows // 4) * 4)
+            segments = 1 if adds_up(call, p, blocks) else logit_sums(p.hidden)
+            size = (p.tokens, segments, -(-p.router.rows // 4) * 4)
             # Each beside its launch's number.
             found = words(held.tagged, p.router.partial, *size, 2).view(torch.float32)
             sums = found[..., : p.router.rows, 0]
@@ -224,7 +245,8 @@ CALLS = {
     "logits": exact_call(20, 9, 3, 64, router="logits", shared=64),
     "logits and a gate": exact_call(20, 9, 3, 264, router="logits", shared=64, gated=True),
     # A launch of its own; blocks of 16 tokens, then of 32.
-    "257 tokens": exact_call(257, 33, 4, 264, case={"mapped": True, "valid": 250}),
+    "290 tokens": exact_call(290, 33, 4, 264, case={"mapped": True, "valid": 270}),
+    "20 of 290 tokens": exact_call(290, 33, 4, 264, case={"valid": 20}),
     "257 tokens, fp32": exact_call(
         *(257, 20, 4, 320), dtype=torch.float16, router="fp32", shared=64, gated=True
     ),
@@ -236,13 +258,32 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_the_router_gives_what_it_must(build: Build, recorder: Recorder, name: str) -> None:  # noqa: F811
     call = CALLS[name]
-    for seed in range(2 if call.experts.num_tokens < 100 else 1):
-        routed = emulate(build, recorder, call, seed=seed)
+    # Few blocks, which then add segments up, and many.
+    for seed, blocks in enumerate((3, 32) if call.experts.num_tokens < 100 else (3,)):
+        routed = emulate(build, recorder, call, seed=seed, blocks=blocks)
         check(call, routed)
         if routed.sums is not None:
             valid = call.experts.num_valid_tokens
             want = exact_sums(call)[: None if valid is None else int(valid)]
+            if routed.sums.size(1) < want.size(1):
+                want = want.sum(1, keepdim=True)
             assert torch.equal(routed.sums[: want.size(0)].double(), want)
+
+
+def test_blocks_add_segments_up_where_they_have_enough_to_do(
+    build: Build,
+    recorder: Recorder,  # noqa: F811
+) -> None:
+    call = real_call(20, dtype=torch.bfloat16)
+    apart = emulate(build, recorder, call, blocks=32)
+    assert apart.sums is not None
+    first, second = apart.sums.clone().unbind(1)  # the next launch uses that memory
+    added = emulate(build, recorder, call, blocks=3)
+    assert added.sums is not None
+    # In order, so that the bits are those of whoever adds up later.
+    assert torch.equal(added.sums[:, 0], first + second)
+    assert torch.equal(apart.ids, added.ids)
+    assert torch.equal(apart.weights, added.weights)
 
 
 def real_call(tokens: int, **options: Any) -> LayerCall:
@@ -267,7 +308,7 @@ def test_weights_of_fp32_lose_nothing(
     dtype: torch.dtype,
 ) -> None:
     call = real_call(20, dtype=dtype)
-    sums = emulate(build, recorder, call).sums
+    sums = emulate(build, recorder, call, blocks=32).sums
     assert sums is not None
     pieces = (t.double().square().split(SEGMENT, dim=1) for t in (call.experts.x, factors(call)))
     size = torch.stack([x @ w.T for x, w in zip(*pieces, strict=True)], dim=1).sqrt()
@@ -350,17 +391,33 @@ PLANTED = {
     ),
     "later ranges added to the wrong token": (
         Patch("router.h", "from + i * rows4 + row)", "from + i * rows4 + row + rows4)"),
-        "257 tokens",
+        "290 tokens",
     ),
 }
+
+
+def test_a_launch_that_is_not_chosen_multiplies_nothing(build: Build, recorder: Recorder) -> None:  # noqa: F811
+    call = CALLS["20 of 290 tokens"]
+    launches, *results = recorder.layer(call, return_routing=False)
+    route, p = recorder.all[1], launches[1].p
+    assert route.name == "route"
+    assert not any(result.numel() for result in results)  # nothing else is written
+    held = recorder.buffers.router
+    sums, library = held[: p.router.ids - p.router.sums], build(route.config, [])
+    allow(library, *call.inputs().values(), held)
+    for few, untouched in ((p.few_tokens, True), (0, False)):
+        p.few_tokens = few
+        held.fill_(0xA5)
+        library.emulate_many(ctypes.byref(p), route.blocks, 0, p.tokens, ROOM)
+        assert bool((sums == 0xA5).all()) == untouched
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_it_finds_what_is_planted(build: Build, recorder: Recorder, bug: str) -> None:  # noqa: F811
     patch, name = PLANTED[bug]
     call = CALLS[name]
-    (launch,), _, _ = recorder.layer(call)
-    build(launch.config, [patch])  # what does not compile is not found
+    launches, _, _ = recorder.layer(call)
+    build(chosen(launches, call).config, [patch])  # what does not compile is not found
 
     def run() -> None:
         for seed in range(3):

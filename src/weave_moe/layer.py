@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -604,24 +605,47 @@ class MoELayer(nn.Module):
         Raises ValueError for a layer that the kernel does not take; RuntimeError where the layer is
         on no GPU that it runs on.
         """
-        from .backends.cuda import warmup
+        from .backends.cuda import BACKEND, warmup
 
-        parts = self.parts
-        weight = part(self, parts.router_weight)
-        if weight.device.type != "cuda":
-            raise RuntimeError(f"there is nothing to warm up: the layer is on {weight.device}")
+        parts, shape, device = self.parts, self.shape, self._device()
+        if device.type != "cuda":
+            raise RuntimeError(f"there is nothing to warm up: the layer is on {device}")
+        w13, w2 = self._expert_weights()
+        router, shared = part(self, parts.router_weight), self._shared_experts()
         logits = self.drop_in and parts.output == "logits"
-        shared = None if parts.shared is None else part(self, parts.shared).down_proj.weight
-        warmup(
-            self.shape,
-            tokens,
+        nothing = w2.new_empty(0, shape.hidden)
+        given: dict[str, Any] = {"router_weight": router}
+        if logits:
+            given = {"router_logits": nothing.new_empty(0, shape.experts)}
+        call = check_layer(
+            nothing,
+            w13,
+            w2,
+            routing=parts.routing,
+            shared=shared,
             activation=parts.activation,
-            bias=parts.b13 is not None or parts.b2 is not None,
+            interleaved=parts.interleaved,
             weight_on_input=parts.weight_on_input,
-            router="logits" if logits else dtype_name(weight.dtype),
-            shared_intermediate=0 if shared is None else shared.size(1),
-            device=weight.device.index,
+            **given,
         )
+        inter = 0 if shared is None else shared.w2.size(1)
+        options: dict[str, Any] = {"activation": parts.activation, "device": device.index}
+        experts: dict[str, Any] = {
+            "bias": parts.b13 is not None or parts.b2 is not None,
+            "weight_on_input": parts.weight_on_input,
+        }
+        if BACKEND.layer_unavailable(call) is None:
+            kind = "logits" if logits else dtype_name(router.dtype)
+            warmup(shape, tokens, router=kind, shared_intermediate=inter, **experts, **options)
+            return
+        warmup(shape, tokens, **experts, **options)
+        if inter:  # which then are a layer of one expert
+            one = replace(shape, intermediate=inter, experts=1, top_k=1)
+            warmup(one, tokens, **options)
+
+    def _device(self) -> torch.device:
+        device: torch.device = part(self, self.parts.router_weight).device
+        return device
 
     def extra_repr(self) -> str:
         """The layer's options, for repr()."""

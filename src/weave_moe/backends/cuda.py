@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..runtime.buffers import (
     ROUTER_STATE_BYTES,
     BufferPool,
     Buffers,
+    Needs,
     needs_of,
     plan_arrays,
     route_blocks,
@@ -39,7 +41,7 @@ from ..runtime.kernel import (
     sort_bytes,
 )
 from ..schedule import POLICY_CODES, VICTIM_CODES
-from ..schedule.granularity import MAX_SLOTS, KernelPlan, choose_kernel
+from ..schedule.granularity import FEW_TOKENS, MAX_SLOTS, KernelPlan, choose_kernel
 from ..shapes import (
     Activation,
     ExpertsCall,
@@ -217,6 +219,14 @@ def plan_for(
     )
 
 
+@cache
+def most_few_tokens(shape: LayerShape, device: int, router: bool, shared: int) -> int:
+    """Most tokens of a call that gets one launch; 0 where none does."""
+    counts = range(FEW_TOKENS, 0, -1)
+    plans = (plan_for(shape, n, device, router=router, shared=shared) for n in counts)
+    return next((n for n, plan in zip(counts, plans, strict=False) if not plan.many), 0)
+
+
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -257,12 +267,28 @@ _SCORINGS: Final = {name: i for i, name in enumerate(RoutingConfig.SCORINGS)}
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+def _other_layer(s: LayerShape, router_experts: int, shared_intermediate: int) -> str | None:
+    """Why one launch does not take router, experts and shared experts of such sizes, None if it
+    does."""
+    slices = shared_slices(s, shared_intermediate)
+    if router_experts > 1024:
+        return f"the router has {router_experts} experts; at most 1,024"
+    if shared_intermediate % 8:
+        return (
+            f"the shared experts' intermediate size is {shared_intermediate}; it must be a "
+            "multiple of 8"
+        )
+    if s.top_k + slices > MAX_SLOTS:
+        return f"{s.top_k} experts and {slices} slices of shared ones a token; at most {MAX_SLOTS}"
+    if s.experts + slices > 1024:
+        return f"{s.experts} experts and {slices} slices of shared ones; at most 1,024"
+    return None
+
+
 def _other_router(call: LayerCall) -> str | None:
     """Why the kernel does not route as the call says, None if it does."""
     if call.routing.num_groups > 32:
         return f"{call.routing.num_groups} groups of experts; at most 32"
-    if call.router_experts > 1024:
-        return f"the router has {call.router_experts} experts; at most 1,024"
     weight, gate = call.router_weight, call.shared.gate if call.shared is not None else None
     for name, tensor in (("router_weight", weight), ("shared.gate", gate)):
         if tensor is None:
@@ -283,15 +309,6 @@ def _other_shared(call: LayerCall) -> str | None:
     """Why the kernel does not take the call's shared experts, None if it does."""
     if call.shared is None:
         return None
-    s = call.experts.shape
-    inter = call.shared.w2.size(1)
-    slices = shared_slices(s, inter)
-    if inter % 8:
-        return f"the shared experts' intermediate size is {inter}; it must be a multiple of 8"
-    if s.top_k + slices > MAX_SLOTS:
-        return f"{s.top_k} experts and {slices} slices of shared ones a token; at most {MAX_SLOTS}"
-    if s.experts + slices > 1024:
-        return f"{s.experts} experts and {slices} slices of shared ones; at most 1,024"
     if call.experts.weight_on_input and call.shared.gate is not None:
         return "the weight is on the input, and the shared experts' gate on the output"
     for weight in (call.shared.w13, call.shared.w2):
@@ -339,9 +356,9 @@ class _Layer:
     def shared(self) -> SharedExperts | None:
         return self.call.shared
 
-    def fill(self, p: Launch, plan: KernelPlan, tokens: int, first: int, buffers: Buffers) -> None:
-        """The router's part of a launch's parameters, for `tokens` tokens from `first` on."""
-        call, r = self.call, p.router
+    def fill(self, p: Launch, piece: _Piece, buffers: Buffers) -> None:
+        """The router's part of a launch's parameters; the others are known."""
+        call, r, tokens, first = self.call, p.router, piece.tokens, piece.first
         routing, experts = call.routing, call.router_experts
         r.weight = _pointer(call.router_weight)
         r.gate = None if self.shared is None else _pointer(self.shared.gate)
@@ -356,7 +373,8 @@ class _Layer:
             r.selection_kind = _KINDS[call.selection_bias.dtype]
         r.expert_map = _pointer(call.experts.expert_map)
         words = tokens * p.top_k
-        if plan.many:
+        r.state = p.shared.control + piece.needs.counters - ROUTER_STATE_BYTES
+        if piece.plan.many:
             r.parts = route_parts(tokens, p.hidden, self.rows, p.shared.workers)
             r.sums = buffers.router.data_ptr()  # read 16 bytes at a time
             r.ids = r.sums + sums_bytes(tokens, p.hidden, self.rows, r.parts)
@@ -401,7 +419,12 @@ class _Cuda:
             return _run(call)
 
     def layer_unavailable(self, call: LayerCall) -> str | None:
-        return _other_router(call) or _other_shared(call)
+        inter = 0 if call.shared is None else call.shared.w2.size(1)
+        return (
+            _other_layer(call.experts.shape, call.router_experts, inter)
+            or _other_router(call)
+            or _other_shared(call)
+        )
 
     def layer(self, call: LayerCall, return_routing: bool) -> tuple[Tensor, Tensor, Tensor]:
         experts = call.experts
@@ -524,30 +547,63 @@ def _run(call: ExpertsCall, layer: _Layer | None = None) -> Tensor:
     stream = torch.cuda.current_stream().cuda_stream
     capturing = capture_id(stream) is not None
     buffers = _buffers_for(call, pool, stream, capturing=capturing)
-    slab = slab_tokens(call.shape, 0 if layer is None else layer.slices)
-    slab = -(-call.num_tokens // max(1, -(-call.num_tokens // slab)))  # all of about one size
-    for first in range(0, call.num_tokens, slab):
-        tokens = min(slab, call.num_tokens - first)
+    pieces = _pieces(call, layer, only_ready=capturing)
+    if pieces:
         with buffers.lock:
-            _launch(call, layer, out, first, tokens, pool, buffers, capturing)
+            buffers.fit(Needs.most(*(piece.needs for piece in pieces)))
+            for piece in pieces:
+                _launch(call, layer, out, piece, pool, buffers)
     return out
 
 
-def _launch(
+@dataclass(frozen=True)
+class _Piece:
+    """One launch of a call, or with many tokens those that make it: `tokens` tokens from `first`.
+
+    few_tokens: not 0 where the device chooses between this piece and another one.
+    """
+
+    first: int
+    tokens: int
+    few_tokens: int
+    plan: KernelPlan
+    kernels: Kernels
+    needs: Needs
+
+
+def _pieces(call: ExpertsCall, layer: _Layer | None, *, only_ready: bool) -> list[_Piece]:
+    """A slab after the other. Where the number of valid tokens is the device's to read and there is
+    room for many, a piece for few goes before them, and one of both returns at once."""
+    index = call.device.index or 0
+    slices = 0 if layer is None else layer.slices
+    slab = slab_tokens(call.shape, slices)
+    slab = -(-call.num_tokens // max(1, -(-call.num_tokens // slab)))  # all of about one size
+    plan = partial(plan_for, call.shape, device=index, router=layer is not None, shared=slices)
+    parts = [
+        (first, min(slab, call.num_tokens - first), plan(min(slab, call.num_tokens - first)))
+        for first in range(0, call.num_tokens, slab)
+    ]
+    few = 0
+    # The records of a traced call are those of its last launch.
+    if call.num_valid_tokens is not None and not _traced(call) and all(p.many for *_, p in parts):
+        few = most_few_tokens(call.shape, index, layer is not None, slices)
+        parts = [(0, few, plan(few)), *parts] if few and parts else parts
+    return [_piece(call, layer, *part, few, only_ready=only_ready) for part in parts]
+
+
+def _piece(
     call: ExpertsCall,
     layer: _Layer | None,
-    out: Tensor,
     first: int,
     tokens: int,
-    pool: BufferPool,
-    buffers: Buffers,
-    capturing: bool,
-) -> None:
+    plan: KernelPlan,
+    few_tokens: int,
+    *,
+    only_ready: bool,
+) -> _Piece:
     s = call.shape
     index = call.device.index or 0
     slices = 0 if layer is None else layer.slices
-    slots, experts = s.top_k + slices, s.experts + slices
-    plan = plan_for(s, tokens, index, router=layer is not None, shared=slices)
     kernels = _prepared_kernel(
         s,
         call.activation,
@@ -559,123 +615,177 @@ def _launch(
         router="none" if layer is None else layer.router,
         router_experts=0 if layer is None else layer.call.router_experts,
         shared_intermediate=0 if layer is None else layer.shared_intermediate,
-        only_ready=capturing,
+        only_ready=only_ready,
     )
     if kernels is None:
-        what = f"call weave_moe.warmup(shape, tokens={tokens})"
+        most = call.num_tokens
+        what = f"call weave_moe.warmup(shape, tokens={most})"
         if layer is not None:
-            what = f"call MoELayer.warmup({tokens}), or weave_moe.warmup with its router="
+            what = f"call MoELayer.warmup({most}), or weave_moe.warmup with its router="
         raise RuntimeError(
             "the experts kernel for this shape is not loaded yet and cannot be during graph "
             f"capture; {what} before it"
         )
-    workers = _device(index).multiprocessors
     needs = needs_of(
         plan,
         tokens=tokens,
-        top_k=slots,
-        experts=experts,
+        top_k=s.top_k + slices,
+        experts=s.experts + slices,
         hidden=s.hidden,
         intermediate=s.intermediate,
         dtype=s.dtype,
-        workers=workers,
+        workers=_device(index).multiprocessors,
         gated=s.gated,
         scale_x=call.weight_on_input,
         router_rows=None if layer is None else layer.rows,
     )
-    buffers.fit(needs)
+    return _Piece(first, tokens, few_tokens, plan, kernels, needs)
 
+
+def _launch(
+    call: ExpertsCall,
+    layer: _Layer | None,
+    out: Tensor,
+    piece: _Piece,
+    pool: BufferPool,
+    buffers: Buffers,
+) -> None:
     p = Launch()
+    _fill_tensors(p, call, out, piece.first)
+    _fill_sizes(p, call, layer, piece)
+    _fill_buffers(p, call, piece, buffers)
+    _fill_knobs(p, call, piece.plan)
+    p.call = next(_calls) & 0xFFFF_FFFF
+    p.host_error = pool.error.data_ptr()
+    if layer is not None:
+        layer.fill(p, piece, buffers)
+    if _traced(call):
+        _fill_trace(p, call, piece)
+    maps = _maps(call, layer, piece.plan, buffers)
+    kernels, workers = piece.kernels, p.shared.workers
+    stream = torch.cuda.current_stream().cuda_stream
+    if kernels.route is not None:
+        blocks = route_blocks(piece.tokens, p.router.rows) * p.router.parts
+        kernels.route.launch(blocks, stream, p)
+    if kernels.sort is not None:
+        kernels.sort.launch(workers, stream, p, shared=sort_bytes(p.experts, p.chunk_slots))
+    kernels.experts.launch(workers, stream, maps, p)
+    if kernels.combine is not None:
+        warps = piece.tokens * -(-p.hidden // PIECE)
+        kernels.combine.launch(-(-warps // COMBINE_WARPS), stream, p)
+
+
+def _fill_tensors(p: Launch, call: ExpertsCall, out: Tensor, first: int) -> None:
+    """What the caller gave, from token `first` on."""
+    s = call.shape
     p.x = call.x.data_ptr() + first * s.hidden * 2
     p.ids = call.topk_ids.data_ptr() + first * s.top_k * call.topk_ids.element_size()
+    p.ids_wide = int(call.topk_ids.dtype == torch.int64)
     p.weights = call.topk_weights.data_ptr() + first * s.top_k * call.topk_weights.element_size()
-    p.valid = _pointer(call.num_valid_tokens)
-    p.valid_offset = first
-    p.valid_wide = int(
-        call.num_valid_tokens is not None and call.num_valid_tokens.dtype == torch.int64
-    )
+    p.weights_kind = _KINDS[call.topk_weights.dtype]
+    valid = call.num_valid_tokens
+    p.valid, p.valid_offset = _pointer(valid), first
+    p.valid_wide = int(valid is not None and valid.dtype == torch.int64)
     p.expert_map = _pointer(call.expert_map)
     p.experts_global = 0 if call.expert_map is None else call.expert_map.numel()
     p.b13, p.b2 = _pointer(call.b13), _pointer(call.b2)
+    p.bias_step, p.bias_up = (2, 1) if call.interleaved else (1, s.intermediate)
     if call.residual is not None:
         p.residual = call.residual.data_ptr() + first * s.hidden * 2
     p.out = out.data_ptr() + first * s.hidden * 2
-    p.h, p.rows = buffers.h.data_ptr(), buffers.rows.data_ptr()
-    if plan.many:
-        p.chunk_slots = needs.chunk_tokens * slots
-        p.sort_chunks = -(-tokens // needs.chunk_tokens)
-        at = buffers.plan.data_ptr()
-        for name, words in plan_arrays(needs.groups, experts, tokens * slots, p.sort_chunks):
-            setattr(p if name == "chunk_tokens" else p.plan, name, at)
-            at += 4 * words
-    p.max_rows = needs.h_rows - plan.width_cap
-    p.call = next(_calls) & 0xFFFF_FFFF
-    base = buffers.counters.data_ptr()
-    shared = p.shared
-    shared.control = base
-    shared.queue = base + 64
-    shared.up_done = base + 64 + 24 * workers
-    shared.down_done = shared.up_done + 4 * needs.groups
-    shared.up_parts = shared.down_done + 4 * experts
-    shared.down_parts = shared.up_parts + 4 * needs.groups * -(
-        -s.intermediate // plan.chunk_up(gated=s.gated)
-    )
-    p.sums = _pointer(buffers.sums) if needs.sums else None
-    shared.workers, shared.max_groups, shared.experts = workers, needs.groups, experts
-    shared.spin_limit = getattr(call.workspace, "_spin_limit", _SPIN_LIMIT)
-    knobs = p.knobs
-    policy = plan.policy if call.policy == "auto" else call.policy
-    knobs.policy = POLICY_CODES[policy]
-    knobs.victim = VICTIM_CODES[getattr(call.workspace, "victim", "largest")]
-    knobs.steal_one = int(getattr(call.workspace, "steal", "half") == "one")
-    knobs.min_steal = getattr(call.workspace, "min_steal", 1)
-    knobs.static_share = getattr(call.workspace, "static_share", 70)
-    knobs.batch = getattr(call.workspace, "batch", None) or plan.batch
-    p.host_error = pool.error.data_ptr()
-    p.weight_hint = _EVICT_FIRST if tokens < _HINT_NORMAL_TOKENS else _EVICT_NORMAL
-    p.hot_hint = getattr(call.workspace, "_hot_hint", p.weight_hint)
-    p.x_hint = _EVICT_NORMAL if plan.many else _EVICT_LAST
-    p.ring_limit_ns = _RING_LIMIT_NS
-    p.ring_bytes = plan.ring_bytes
-    p.x_pitch = s.hidden
-    p.tokens, p.top_k, p.experts, p.routed = tokens, slots, experts, s.experts
-    p.hidden, p.intermediate = s.hidden, s.intermediate
+    p.stats = _pointer(getattr(call.workspace, "_cuda_stats", None))
+
+
+def _fill_sizes(p: Launch, call: ExpertsCall, layer: _Layer | None, piece: _Piece) -> None:
+    """The layer's sizes, and those of its tasks."""
+    s, act, plan = call.shape, call.activation, piece.plan
+    slices = 0 if layer is None else layer.slices
+    p.tokens, p.few_tokens, p.top_k = piece.tokens, piece.few_tokens, s.top_k + slices
+    p.experts, p.routed = s.experts + slices, s.experts
+    p.hidden, p.intermediate, p.x_pitch = s.hidden, s.intermediate, s.hidden
+    p.alpha, p.up_offset = act.alpha, act.up_offset
+    p.limit = act.limit if act.limit is not None else 0.0
     p.chunks_up = -(-s.intermediate // plan.chunk_up(gated=s.gated))
     p.chunks_down = -(-s.hidden // plan.chunk_down)
     p.up_blocks = s.intermediate // (4 if s.gated and not call.interleaved else 8)
-    p.bias_step, p.bias_up = (2, 1) if call.interleaved else (1, s.intermediate)
     # A K range has at least one stage's columns.
     p.parts_up = min(plan.parts_up, -(-s.hidden // plan.tile_k))
     p.parts_down = min(plan.parts_down, -(-s.intermediate // plan.tile_k))
     p.hold_down = int(plan.hold_down)
     p.combine_tokens, p.slice = plan.combine_tokens, plan.slice
     p.combine_slices = -(-s.hidden // plan.slice)
-    p.ids_wide = int(call.topk_ids.dtype == torch.int64)
-    p.weights_kind = _KINDS[call.topk_weights.dtype]
-    act = call.activation
-    p.alpha, p.up_offset = act.alpha, act.up_offset
-    p.limit = act.limit if act.limit is not None else 0.0
-    if layer is not None:
-        p.router.state = base + needs.counters - ROUTER_STATE_BYTES
-        layer.fill(p, plan, tokens, first, buffers)
-    stats = getattr(call.workspace, "_cuda_stats", None)
-    p.stats = _pointer(stats)
-    if _traced(call):
-        assert call.workspace is not None
-        tasks = needs.groups * (p.chunks_up * p.parts_up + p.chunks_down * p.parts_down)
-        tasks += 0 if plan.many else -(-tokens // plan.combine_tokens) * p.combine_slices
-        # A block that runs alone takes all tasks; one of many takes about its share.
-        p.trace_tasks = min(tasks, 8 * -(-tasks // workers) + 64)
-        trace = _Trace(call.device, workers, p.trace_tasks)
-        p.trace, p.trace_clock = trace.records.data_ptr(), trace.clock.data_ptr()
-        call.workspace._cuda_trace = trace
+    p.ring_bytes = plan.ring_bytes
+    p.weight_hint = _EVICT_FIRST if piece.tokens < _HINT_NORMAL_TOKENS else _EVICT_NORMAL
+    p.hot_hint = getattr(call.workspace, "_hot_hint", p.weight_hint)
+    p.x_hint = _EVICT_NORMAL if plan.many else _EVICT_LAST
 
+
+def _fill_buffers(p: Launch, call: ExpertsCall, piece: _Piece, buffers: Buffers) -> None:
+    """Memory between launches; the sizes are known."""
+    plan, needs, workers = piece.plan, piece.needs, _device(call.device.index or 0).multiprocessors
+    p.h, p.rows = buffers.h.data_ptr(), buffers.rows.data_ptr()
+    p.max_rows = needs.h_rows - plan.width_cap
+    p.sums = _pointer(buffers.sums) if needs.sums else None
+    if plan.gathers or call.weight_on_input:
+        p.gathered = buffers.gathered.data_ptr()
+    if plan.many:
+        p.chunk_slots = needs.chunk_tokens * p.top_k
+        p.sort_chunks = -(-p.tokens // needs.chunk_tokens)
+        at = buffers.plan.data_ptr()
+        slots = p.tokens * p.top_k
+        for name, words in plan_arrays(needs.groups, p.experts, slots, p.sort_chunks):
+            setattr(p if name == "chunk_tokens" else p.plan, name, at)
+            at += 4 * words
+    shared = p.shared
+    shared.control = buffers.counters.data_ptr()
+    shared.queue = shared.control + 64
+    shared.up_done = shared.queue + 24 * workers
+    shared.down_done = shared.up_done + 4 * needs.groups
+    shared.up_parts = shared.down_done + 4 * p.experts
+    shared.down_parts = shared.up_parts + 4 * needs.groups * p.chunks_up
+    shared.workers, shared.max_groups, shared.experts = workers, needs.groups, p.experts
+
+
+def _fill_knobs(p: Launch, call: ExpertsCall, plan: KernelPlan) -> None:
+    """The policy and its settings, and how long anything waits."""
+    workspace, knobs = call.workspace, p.knobs
+    knobs.policy = POLICY_CODES[plan.policy if call.policy == "auto" else call.policy]
+    knobs.victim = VICTIM_CODES[getattr(workspace, "victim", "largest")]
+    knobs.steal_one = int(getattr(workspace, "steal", "half") == "one")
+    knobs.min_steal = getattr(workspace, "min_steal", 1)
+    knobs.static_share = getattr(workspace, "static_share", 70)
+    knobs.batch = getattr(workspace, "batch", None) or plan.batch
+    p.shared.spin_limit = getattr(workspace, "_spin_limit", _SPIN_LIMIT)
+    p.ring_limit_ns = _RING_LIMIT_NS
+
+
+def _fill_trace(p: Launch, call: ExpertsCall, piece: _Piece) -> None:
+    """Room for the records of a launch, which the workspace holds."""
+    assert call.workspace is not None
+    workers = p.shared.workers
+    tasks = piece.needs.groups * (p.chunks_up * p.parts_up + p.chunks_down * p.parts_down)
+    tasks += 0 if piece.plan.many else -(-p.tokens // p.combine_tokens) * p.combine_slices
+    # A block that runs alone takes all tasks; one of many takes about its share.
+    p.trace_tasks = min(tasks, 8 * -(-tasks // workers) + 64)
+    trace = _Trace(call.device, workers, p.trace_tasks)
+    p.trace, p.trace_clock = trace.records.data_ptr(), trace.clock.data_ptr()
+    call.workspace._cuda_trace = trace
+
+
+def _maps(
+    call: ExpertsCall, layer: _Layer | None, plan: KernelPlan, buffers: Buffers
+) -> ctypes.Structure:
+    """`weave::Maps` of a launch."""
+    s = call.shape
     unused = [bytes(TENSOR_MAP_BYTES)]
     shared_inter = 0 if layer is None else layer.shared_intermediate
     packed_down = packed(s.intermediate, shared_inter)
-    shared_maps = (*unused, *unused)
+    weights = _maps_of_weights(
+        *(call.w13, call.w2, s, plan), interleaved=call.interleaved, packed_down=packed_down
+    )
+    shared_weights = (*unused, *unused)
     if layer is not None and layer.shared is not None:
-        shared_maps = _maps_of_weights(
+        shared_weights = _maps_of_weights(
             layer.shared.w13,
             layer.shared.w2,
             replace(s, experts=1, top_k=1, intermediate=shared_inter),
@@ -685,7 +795,6 @@ def _launch(
         )
     gathered, store_h, store_rows = unused, unused, unused
     if plan.gathers or call.weight_on_input:
-        p.gathered = buffers.gathered.data_ptr()
         gathered = buffers.row_maps(
             buffers.gathered, s.hidden, plan, s.dtype, packed=packed(s.hidden)
         )
@@ -696,33 +805,8 @@ def _launch(
         store_rows = 4 * unused  # fp16: rows of fp32, stored without a map
         if s.dtype == "bfloat16":
             store_rows = buffers.store_maps(buffers.rows, s.hidden, plan.tile_m // 2, s.dtype)
-    maps = launch_maps(
-        [
-            *_maps_of_weights(
-                call.w13,
-                call.w2,
-                s,
-                plan,
-                interleaved=call.interleaved,
-                packed_down=packed_down,
-            ),
-            *shared_maps,
-            *buffers.row_maps(buffers.h, s.intermediate, plan, s.dtype, packed=packed_down),
-            *gathered,
-            *store_h,
-            *store_rows,
-        ]
-    )
-    stream = torch.cuda.current_stream().cuda_stream
-    if kernels.route is not None:
-        blocks = route_blocks(tokens, p.router.rows) * p.router.parts
-        kernels.route.launch(blocks, stream, p)
-    if kernels.sort is not None:
-        kernels.sort.launch(workers, stream, p, shared=sort_bytes(experts, p.chunk_slots))
-    kernels.experts.launch(workers, stream, maps, p)
-    if kernels.combine is not None:
-        warps = tokens * -(-s.hidden // PIECE)
-        kernels.combine.launch(-(-warps // COMBINE_WARPS), stream, p)
+    h = buffers.row_maps(buffers.h, s.intermediate, plan, s.dtype, packed=packed_down)
+    return launch_maps([*weights, *shared_weights, *h, *gathered, *store_h, *store_rows])
 
 
 TRACE_DTYPE: Final = np.dtype(
@@ -835,6 +919,12 @@ def warmup(
     reason = _other_shape(shape)
     if reason is not None:
         raise ValueError(f"shape must be one that the kernel takes: {reason}")
+    experts = shape.experts if router_experts is None else router_experts
+    reason = None if router is None else _other_layer(shape, experts, shared_intermediate)
+    if reason is not None:
+        raise ValueError(
+            f"router must be None for a layer that is put together from parts: {reason}"
+        )
     if act.gated != shape.gated:
         wanted = "a gate" if shape.gated else "no gate"
         raise ValueError(f"activation must have {wanted}, as shape says, got {act.kind}")
@@ -860,7 +950,7 @@ def warmup(
                 bias=bias,
                 scale_x=weight_on_input,
                 router=kinds[router],
-                router_experts=shape.experts if router_experts is None else router_experts,
+                router_experts=experts,
                 shared_intermediate=shared_intermediate,
                 only_ready=False,
             )

@@ -160,6 +160,9 @@ struct Launch {
   u32 ring_bytes;  // a multiple of 1,024
   u32 tokens, top_k, experts, experts_global, hidden, intermediate;
   u32 routed;  // experts before the shared ones
+  // Not 0 where `valid` is read and two launches follow each other, of which each call needs one: the first, for few tokens, where
+  // no more than these are valid; else the second.
+  u32 few_tokens;
   u32 chunks_up, chunks_down, parts_up, parts_down;
   u32 up_blocks;            // of 8 elements an expert in the map of w13
   u32 bias_step, bias_up;   // gated b13: from one element to the next, and from its gate to its up
@@ -186,6 +189,7 @@ struct SlotTable {
   const Launch& p;
   u32 tokens;         // valid ones
   u32 valid;          // their slots
+  bool here = true;   // false: so many tokens are valid that the call is another launch's
   // Where this launch routes few tokens itself: two tagged words a slot, its expert and its weight.
   const u64* words = nullptr;
   u32 tag = 0;
@@ -195,6 +199,7 @@ struct SlotTable {
       const i64 v = p.valid_wide ? *(const i64*)p.valid : (i64)*(const int*)p.valid;
       // Unsigned throughout: from signed values NVRTC 13 makes max(v - offset, 0), which overflows for the least of them.
       const u64 count = v < 0 ? 0 : (u64)v, before = (u64)p.valid_offset;
+      here = !p.few_tokens || (count > p.few_tokens) == MANY;
       const u64 here = count > before ? count - before : 0;
       tokens = here < tokens ? (u32)here : tokens;
     }

@@ -74,6 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Everything above may run beside the end of the kernel before this one; nothing below.
   launch_dependents_may_start();
   wait_for_previous_launch();
+  SlotTable table(p);
+  if (!table.here) return;
   if (threadIdx.x == 0) trace_clock(p, 0);
 
   u32 arrival = 0, error = OK, call = p.call;
@@ -95,7 +97,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fail(p.shared.control, OVERLAP);  // an earlier error stays
     s.refused = 1;
   };
-  SlotTable table(p);
   const PlanShape shape = {p.tokens * p.top_k, p.experts, (u32)WIDTH_CAP};
 
   if (!MANY) {

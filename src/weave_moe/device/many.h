@@ -171,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1) weave_sort(const _
   launch_dependents_may_start();
   wait_for_previous_launch();
   const SlotTable table(p);
+  if (!table.here) return;
   u32 held = 0;
   const BlockTeam team(0, SORT_WARPS, 1);
   TeamTickets tickets = {&control->gather};
@@ -221,12 +222,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_WARPS * 32) weave_combine(c
   const u32 lane = threadIdx.x & 31, pieces = div_up(p.hidden, PIECE);
   const u64 unit = (u64)blockIdx.x * COMBINE_WARPS + (threadIdx.x >> 5);
   const u32 token = (u32)(unit / pieces), f = (u32)(unit - (u64)token * pieces) * PIECE + lane * 8;
-  if (token >= p.tokens) return;
+  const SlotTable table(p);
+  // A launch of few tokens has done the rows that it knows of; those behind are padding.
+  if (token >= p.tokens || (!table.here && p.valid_offset + token < p.few_tokens)) return;
   const u32 slot = token * p.top_k + lane;
-  u32 row = lane < p.top_k ? p.plan.slot_row[slot] : NONE;
+  u32 row = table.here && lane < p.top_k ? p.plan.slot_row[slot] : NONE;
   if (row >= p.max_rows) row = NONE;  // skipped, or another launch is writing its plan over ours
   const float weight = row == NONE ? 0.f : SCALE_X ? 1.f : SlotTable::given_weight(p, slot);
-  const bool ours = load_relaxed(&p.shared.control->call) == p.call;
+  const bool ours = !table.here || load_relaxed(&p.shared.control->call) == p.call;
   if (!ours && !failed(p.shared.control) && unit == 0 && lane == 0) {
     // Another call has sorted in this workspace since. An error that is there already stays.
     fail(p.shared.control, OVERLAP);

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final
 
 import torch
@@ -58,6 +58,11 @@ class Needs:
     sums: int
     router: int
     tagged: int
+
+    @classmethod
+    def most(cls, *needs: Needs) -> Needs:
+        """What is enough for each of several launches, one after the other."""
+        return cls(*(max(values) for values in zip(*map(astuple, needs), strict=True)))
 
 
 def control_bytes(workers: int, groups: int, experts: int) -> int:

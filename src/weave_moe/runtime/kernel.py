@@ -157,6 +157,7 @@ class Launch(ctypes.Structure):
                 "hidden",
                 "intermediate",
                 "routed",
+                "few_tokens",
                 "chunks_up",
                 "chunks_down",
                 "parts_up",
