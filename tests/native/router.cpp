@@ -387,9 +387,7 @@ u32 emulate_segment() { return SEGMENT; }
 void emulate_few(const Launch* launch, u32 grid, u32 seed, u32* ids, float* weights) {
   const Launch& p = *launch;
   const u32 slots = p.tokens * p.top_k;
-  // Memory for a choice, and before that for the sums of each warp's segment.
-  const size_t choice = (size_t)(team_choice_words(p.router.experts) + 1) * 4, sums = ROUTER_SUM_WORDS * 4;
-  const size_t scratch = choice > sums ? choice : sums;
+  const size_t scratch = (size_t)(team_choice_words(p.router.experts) + 1) * 4;
   struct Memory {
     std::vector<char> ring;
     alignas(16) Smem smem;

@@ -5,8 +5,7 @@
 // exact but for underflow; sums are fp32.
 //
 // Few tokens: units (16 rows of the router's weight x a block of tokens x a segment) are claimed by ticket and leave their
-// sums in memory; then tokens are claimed likewise, each by a block. Where there is enough to do, a ticket stands for all
-// segments of its rows, and the block leaves their sum instead. What is left in memory is tagged words, so that whoever
+// sums in memory; then tokens are claimed likewise, each by a block. What is left in memory is tagged words, so that whoever
 // needs one waits for that word alone, and for units and tokens of running blocks only. A single token every block routes
 // for itself, because that is sooner done than told.
 // Many: a launch of its own leaves sums in memory, and the sort (many.h) chooses for its tokens before it counts them.
@@ -185,18 +184,10 @@ WEAVE_FN void finish_token(const Team& team, const Launch& p, const Choice& c, u
 }
 
 #if !WEAVE_MANY
-constexpr u32 ROUTER_SUM_WORDS = WARPS * ROUTER_ROWS * 32;  // of shared memory, where a block adds segments up
-struct RouterUnit {
-  u32 row, token, segment;  // the first row, the first token
-  bool there;
-};
 // What is to be done, for `tokens` valid tokens.
 struct RouterWork {
   u32 tokens, block_tokens, blocks, row_blocks, segments, units;
   u32 units_each;  // that a block does at a time
-  bool together;   // all segments of a ticket's rows are added up by its block
-  u32 sums;        // that a logit is then made from
-  u32 tickets;
   WEAVE_FN RouterWork(const Launch& p, u32 tokens) : tokens(tokens) {
     block_tokens = tokens <= 64 ? 8 : 32;
     blocks = div_up(tokens, block_tokens);
@@ -205,16 +196,6 @@ struct RouterWork {
     units = blocks * row_blocks * segments;
     const u32 fair = div_up(units, gridDim.x);  // spread over all SMs, and no more than there are warps
     units_each = fair < 1 ? 1 : fair < (u32)WARPS ? fair : (u32)WARPS;
-    together = segments > 1 && blocks * row_blocks * 2 >= gridDim.x;  // else too few blocks would have all the work
-    sums = together ? 1 : segments;
-    tickets = together ? blocks * row_blocks : div_up(units, units_each);
-  }
-  // The n-th unit of a ticket.
-  WEAVE_FN RouterUnit unit(u32 ticket, u32 n) const {
-    const u32 number = together ? (ticket / row_blocks * segments + n) * row_blocks + ticket % row_blocks : ticket * units_each + n;
-    const u32 per_block = row_blocks * segments, block = number / per_block, rest = number - block * per_block;
-    const u32 segment = rest / row_blocks, row = (rest - segment * row_blocks) * ROUTER_ROWS;
-    return {row, block * block_tokens, segment, together ? n < segments : n < units_each && number < units};
   }
 };
 
@@ -222,14 +203,13 @@ struct RouterWork {
 WEAVE_FN void prefetch_router(const Launch& p) {
   if (ROUTER < ROUTER_SAME) return;
   const RouterWork work(p, p.tokens);
-  const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const RouterUnit unit = work.unit(blockIdx.x, warp);
-  if (blockIdx.x >= work.tickets || !unit.there || unit.token > 0) return;
-  const u32 row = unit.row + lane / 2;
+  const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, unit = blockIdx.x * work.units_each + warp;
+  if (warp >= work.units_each || unit >= work.row_blocks * work.segments) return;
+  const u32 row = unit % work.row_blocks * ROUTER_ROWS + lane / 2, segment = unit / work.row_blocks;
   constexpr u32 SIZE = SPLIT_WEIGHT ? 4 : 2, BYTES = SEGMENT * SIZE / 2;
   if (row >= p.router.rows) return;
   for (u32 i = 0; i < BYTES; i += 128) {
-    const u32 at = unit.segment * SEGMENT * SIZE + lane % 2 * BYTES + i;
+    const u32 at = segment * SEGMENT * SIZE + lane % 2 * BYTES + i;
     if (at < p.hidden * SIZE) prefetch_l2(router_row(p, row) + at);
   }
 }
@@ -237,52 +217,31 @@ WEAVE_FN void prefetch_router(const Launch& p) {
 // What a launch's words carry: its number, from 1 on.
 WEAVE_FN u32 tag_of(u32 epoch) { return epoch + 1; }
 
-// The units of a ticket, one for each of the first warps. Together: all segments of its rows and tokens, as many at a time as
-// there are warps, added up in order. All threads call. memory: of the ring.
 template <int BLOCKS>
-WEAVE_FN void run_units(const BlockTeam& team, const Launch& p, const RouterWork& work, u32 ticket, u32 epoch, float* memory) {
-  constexpr u32 TOKENS = 8 * BLOCKS, LOGITS = ROUTER_ROWS * TOKENS, EACH = (LOGITS + WARPS * 32 - 1) / (WARPS * 32);
-  const u32 warp = threadIdx.x >> 5, rows4 = router_rows4(p);
-  float sum[EACH];
-#pragma unroll
-  for (u32 i = 0; i < EACH; ++i) sum[i] = 0;
-#pragma unroll 1
-  for (u32 first = 0; first < (work.together ? work.segments : 1); first += WARPS) {
-    const RouterUnit unit = work.unit(ticket, first + warp);
-    if (unit.there) {
-      LogitTile<BLOCKS> tile;
-      tile.template run<false>(p, unit.row, unit.segment, [&](int i, u32 column) {
-        const u32 token = unit.token + 8 * i + (threadIdx.x & 31) / 4;
-        if (token >= work.tokens || column >= p.hidden) return make_uint4(0, 0, 0, 0);
-        return __ldg((const uint4*)((const u16*)p.x + (i64)token * p.x_pitch + column));
-      });
-      const u32 tag = tag_of(not_earlier(epoch));
-      tile.each(p, unit.row, unit.token, work.tokens, [&](u32 token, u32 row, float v) {
-        if (work.together)
-          memory[warp * LOGITS + (token - unit.token) * ROUTER_ROWS + row - unit.row] = v;
-        else
-          store_relaxed(p.router.partial + ((u64)token * work.segments + unit.segment) * rows4 + row, tagged(bits_of(v), tag));
-      });
-    }
-    if (!work.together) return;
-    team.sync();
-    const u32 count = work.segments - first < (u32)WARPS ? work.segments - first : (u32)WARPS;
-#pragma unroll
-    for (u32 i = 0; i < EACH; ++i) {
-      const u32 at = threadIdx.x + i * WARPS * 32;
-      if (at < LOGITS)
-        for (u32 s = 0; s < count; ++s) sum[i] += memory[s * LOGITS + at];
-    }
-    team.sync();
-  }
-  const RouterUnit unit = work.unit(ticket, 0);
+WEAVE_FN void run_unit(const Launch& p, const RouterWork& work, u32 first_row, u32 first_token, u32 segment, u32 epoch) {
+  LogitTile<BLOCKS> tile;
+  const u32 rows4 = router_rows4(p);
+  tile.template run<false>(p, first_row, segment, [&](int i, u32 column) {
+    const u32 token = first_token + 8 * i + (threadIdx.x & 31) / 4;
+    if (token >= work.tokens || column >= p.hidden) return make_uint4(0, 0, 0, 0);
+    return __ldg((const uint4*)((const u16*)p.x + (i64)token * p.x_pitch + column));
+  });
   const u32 tag = tag_of(not_earlier(epoch));
-#pragma unroll
-  for (u32 i = 0; i < EACH; ++i) {
-    const u32 at = threadIdx.x + i * WARPS * 32, token = unit.token + at / ROUTER_ROWS, row = unit.row + at % ROUTER_ROWS;
-    if (at < LOGITS && token < work.tokens && row < p.router.rows)
-      store_relaxed(p.router.partial + (u64)token * rows4 + row, tagged(bits_of(sum[i]), tag));
-  }
+  tile.each(p, first_row, first_token, work.tokens, [&](u32 token, u32 row, float v) {
+    store_relaxed(p.router.partial + ((u64)token * work.segments + segment) * rows4 + row, tagged(bits_of(v), tag));
+  });
+}
+
+// The units of a block, or of a ticket: one for each of its first warps.
+WEAVE_FN void run_units(const Launch& p, const RouterWork& work, u32 part, u32 epoch) {
+  const u32 warp = threadIdx.x >> 5, unit = part * work.units_each + warp;
+  if (warp >= work.units_each || unit >= work.units) return;
+  const u32 per_block = work.row_blocks * work.segments, block = unit / per_block, rest = unit - block * per_block;
+  const u32 segment = rest / work.row_blocks, row = (rest - segment * work.row_blocks) * ROUTER_ROWS;
+  if (work.block_tokens == 8)
+    run_unit<1>(p, work, row, block * 8, segment, epoch);
+  else
+    run_unit<4>(p, work, row, block * 32, segment, epoch);
 }
 
 // The next ticket is asked for when the work of this one is nearly done: sooner, and a block that came early would hold two
@@ -300,16 +259,16 @@ WEAVE_FN bool collect_logits(const BlockTeam& team, const Launch& p, const Route
     const u32 rows4 = router_rows4(p);
     for (u32 row = team.rank(); row < r.rows; row += team.size()) {
       constexpr u32 AT_ONCE = 16;
-      const u64* from = r.partial + (u64)token * work.sums * rows4 + row;
+      const u64* from = r.partial + (u64)token * work.segments * rows4 + row;
       float sum = 0;
-      for (u32 first = 0; first < work.sums; first += AT_ONCE) {
+      for (u32 first = 0; first < work.segments; first += AT_ONCE) {
         u64 v[AT_ONCE];
         bool there;
         for (u32 looks = 1;; ++looks) {
           there = true;
 #pragma unroll
           for (u32 i = 0; i < AT_ONCE; ++i) {
-            const bool in = first + i < work.sums;
+            const bool in = first + i < work.segments;
             v[i] = in ? load_relaxed(from + (first + i) * rows4) : tagged(0, tag);
           }
 #pragma unroll
@@ -346,11 +305,8 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
   if (ROUTER >= ROUTER_SAME)
     for (;;) {
       const u32 part = tickets.units.take(team, b.s.ticket);
-      if (part >= work.tickets) break;
-      if (work.block_tokens == 8)
-        run_units<1>(team, p, work, part, epoch, (float*)scratch);
-      else
-        run_units<4>(team, p, work, part, epoch, (float*)scratch);
+      if (part * work.units_each >= work.units) break;
+      run_units(p, work, part, epoch);
       tickets.units.ask();
     }
   if (!may_go_on()) return true;
