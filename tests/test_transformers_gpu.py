@@ -98,6 +98,43 @@ def test_generation_with_a_static_cache(family: str, ids: Tensor) -> None:
     assert torch.equal(*made)
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="transformers compiles by itself on a GPU alone")
+@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize("family", STATIC)
+def test_generation_that_compiles_itself(family: str, optimized: bool, ids: Tensor) -> None:
+    """As `generate` does with a static cache: by inductor, with CUDA graphs."""
+    torch.compiler.reset()
+    model = model_of(family, torch.bfloat16).to(DEVICE)
+    model.set_experts_implementation("weave")
+    if optimized:
+        weave_moe.optimize(model)
+    made = []
+    for disabled in (True, False, False):
+        assert hasattr(model, "_compiled_call") == (len(made) == 2)
+        with torch.no_grad():
+            got = model.generate(
+                *(ids[:, :5],),
+                max_new_tokens=8,
+                do_sample=False,
+                cache_implementation="static",
+                disable_compile=disabled,
+                attention_mask=torch.ones_like(ids[:, :5]),
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        made.append((got.sequences[:, 5:], torch.stack(got.logits, dim=1).float()))
+    weave_moe.check()
+    (own, want), *compiled = made
+    assert torch.equal(compiled[0][0], compiled[1][0])
+    for chosen, logits in compiled:
+        # Sums are in another order: of two tokens that are nearly tied the other may be chosen, and
+        # what comes after it is another text.
+        same = (chosen == own).long().cumprod(dim=1).roll(1, dims=1)
+        same[:, 0] = 1
+        assert same[:, 1].all()
+        assert apart(logits[same == 1], want[same == 1]) < 0.05
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="graphs are a GPU's")
 @pytest.mark.parametrize("optimized", [False, True])
 @pytest.mark.parametrize("family", STATIC)
