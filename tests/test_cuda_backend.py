@@ -43,6 +43,7 @@ from weave_moe.runtime.kernel import (
     ROUTE_TOKENS,
     ROUTE_WARPS,
     SORT_THREADS,
+    chooser_words,
     sort_bytes,
 )
 from weave_moe.schedule import build_plan, plan_groups
@@ -873,7 +874,7 @@ def test_a_block_of_the_sort_gets_the_shared_memory_that_it_asks_for(
         dtype="bfloat16",
         workers=workers,
     ).chunk_tokens
-    assert sort_bytes(experts, chunk_tokens * top_k) <= most
+    assert sort_bytes(experts, chunk_tokens * top_k, 1024) <= most
 
 
 def fits(buffer: Tensor, pointer: int | None, size: int) -> None:
@@ -930,6 +931,16 @@ def test_many_tokens_take_three_launches_that_cover_them(
     # A warp for each token and piece.
     warps = tokens * -(-hidden // PIECE)
     assert (combine.blocks - 1) * COMBINE_WARPS < warps <= combine.blocks * COMBINE_WARPS
+
+
+@pytest.mark.parametrize("experts", [3, 300])
+def test_each_warp_of_the_sort_has_room_to_choose(recorder: Recorder, experts: int) -> None:
+    recorder.layer(layer_of(bf16_case(FEW_TOKENS + 1, hidden=64, intermediate=8, experts=experts)))
+    (sort,) = (launched for launched in recorder.all if launched.name == "sort")
+    assert sort.p.router.experts == experts
+    behind = sort.shared // 4 - SORT_THREADS // 16 - MAX_CHUNKS
+    assert behind >= SORT_THREADS // 32 * chooser_words(experts)
+    assert sort.shared >= sort_bytes(experts, sort.p.chunk_slots)
 
 
 @pytest.mark.parametrize("routes", [False, True])

@@ -16,13 +16,14 @@ from native import STEPPED, Builder, Patch, needs_cxx
 from test_cuda_backend import Launched, Recorder, bf16_case, layer_of, recorder  # noqa: F401
 from weave_moe.routing import LayerCall, RoutingConfig, route, router_logits
 from weave_moe.runtime.buffers import logit_sums
-from weave_moe.runtime.kernel import SORT_THREADS, KernelConfig
+from weave_moe.runtime.kernel import SORT_THREADS, KernelConfig, Launch, chooser_words
 
 pytestmark = needs_cxx
 
 Build = Callable[..., ctypes.CDLL]
 SEGMENT = 256
-ROOM = 2 * 8 * SORT_THREADS
+CHUNK = 20
+"""Tokens of a block of the sort: every warp has some, and some have two."""
 EPOCH = 2
 """Of the words of weave::Control."""
 
@@ -57,6 +58,11 @@ class Routed:
     weights: Tensor
     ids: Tensor
     sums: Tensor | None = None
+
+
+def room_of(p: Launch) -> int:
+    """Words that a block of the sort has for choices."""
+    return SORT_THREADS // 32 * chooser_words(p.router.experts)
 
 
 def words(tensor: Tensor, at: int, *size: int) -> Tensor:
@@ -111,9 +117,7 @@ def emulate(
         first = recorder.all[len(launches) - 1]
         assert (first.name == "route") == (p.router.rows > 0)
         grid = first.blocks if first.name == "route" else 0
-        # The sort's memory, and memory for three warps' choices.
-        room = ROOM if seed % 2 == 0 else 3 * (2 * p.router.experts + 65)
-        library.emulate_many(ctypes.byref(p), grid, seed, p.chunk_slots // p.top_k, room)
+        library.emulate_many(ctypes.byref(p), grid, seed, CHUNK, room_of(p))
         both = (
             words(held.router, p.router.ids, *slots),
             words(held.router, p.router.weights, *slots),
@@ -380,7 +384,7 @@ def test_a_launch_that_is_not_chosen_multiplies_nothing(build: Build, recorder: 
     for few, untouched in ((p.few_tokens, True), (0, False)):
         p.few_tokens = few
         held.fill_(0xA5)
-        library.emulate_many(ctypes.byref(p), route.blocks, 0, p.tokens, ROOM)
+        library.emulate_many(ctypes.byref(p), route.blocks, 0, p.tokens, room_of(p))
         assert bool((sums == 0xA5).all()) == untouched
 
 

@@ -429,7 +429,7 @@ void emulate_few(const Launch* launch, u32 grid, u32 seed, u32* ids, float* weig
 }
 #elif WEAVE_ROUTER
 // What weave_route and then blocks of the sort do, `grid` of the first, one block after the other; a block of the sort takes
-// `chunk` tokens and has `room` words of memory for choices.
+// `chunk` tokens and has `room` words for choices.
 void emulate_many(const Launch* launch, u32 grid, u32 seed, u32 chunk, u32 room) {
   const Launch& p = *launch;
   constexpr u32 WARPS_OF_SORT = 16;
@@ -444,7 +444,7 @@ void emulate_many(const Launch* launch, u32 grid, u32 seed, u32 chunk, u32 room)
     emulated::run(i, 1, WARPS_OF_SORT * 32, chunks, seed + i, [&] {
       const SlotTable table(p);
       const u32 first = i * chunk, end = first + chunk < table.tokens ? first + chunk : table.tokens;
-      choose_tokens(p, words.data(), room, WARPS_OF_SORT, first, end);
+      choose_tokens(p, words.data(), WARPS_OF_SORT, first, end);
     });
     if (!untouched((const char*)(words.data() + room), GUARD * 4)) note("memory that is not the router's was written");
   }

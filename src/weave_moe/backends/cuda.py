@@ -668,7 +668,8 @@ def _launch(
         blocks = route_blocks(piece.tokens, p.router.rows) * p.router.parts
         kernels.route.launch(blocks, stream, p)
     if kernels.sort is not None:
-        kernels.sort.launch(workers, stream, p, shared=sort_bytes(p.experts, p.chunk_slots))
+        size = sort_bytes(p.experts, p.chunk_slots, p.router.experts)
+        kernels.sort.launch(workers, stream, p, shared=size)
     kernels.experts.launch(workers, stream, maps, p)
     if kernels.combine is not None:
         warps = piece.tokens * -(-p.hidden // PIECE)

@@ -17,13 +17,14 @@ constexpr u32 SORT_WARPS = 16, SORT_THREADS = SORT_WARPS * 32;
 constexpr u32 SUM_WORDS = 8 * SORT_THREADS;
 constexpr u32 MAX_CHUNKS = 256;  // that one worker may come to hold: all there are
 
-// Dynamic shared memory of the sort. The sums over stretches of chunks are [stretches][experts rounded up to 8].
+// Dynamic shared memory of the sort. The sums over stretches of chunks are [stretches][experts rounded up to 8]. Before there is
+// anything behind chunks(), warps choose there (choose_tokens), with chooser_words each.
 struct SortMemory {
   u32* at;
   u32 experts;
   WEAVE_FN u64* sums() const { return (u64*)at; }                  // [SORT_WARPS]
   WEAVE_FN u32* chunks() const { return at + 2 * SORT_WARPS; }     // [MAX_CHUNKS] that this worker holds
-  // [SUM_WORDS] of all chunks, then of those before this one; until these are summed, memory for choices.
+  // [SUM_WORDS] of all chunks, then of those before this one.
   WEAVE_FN u32* total() const { return chunks() + MAX_CHUNKS; }
   WEAVE_FN u32* before() const { return total() + SUM_WORDS; }
   WEAVE_FN u32* count() const { return before() + SUM_WORDS; }  // [experts], as all that follow but the last
@@ -190,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1) weave_sort(const _
 #if WEAVE_ROUTER
     const auto [begin, end] = slots_of_chunk(p, chunk);
     const u32 last = end / p.top_k < table.tokens ? end / p.top_k : table.tokens;
-    choose_tokens(p, m.total(), 2 * SUM_WORDS, SORT_WARPS, begin / p.top_k, last);
+    choose_tokens(p, m.total(), SORT_WARPS, begin / p.top_k, last);
 #endif
     count_chunk(p, table, m, chunk);
     __threadfence();  // each thread's counts, before one thread's release

@@ -401,16 +401,18 @@ extern "C" __global__ void __launch_bounds__(ROUTE_WARPS * 32, 2) weave_route(co
 }
 #endif
 
-// Tokens `first` to `end`, a warp each, by the first warps of the block, as many as have room in `memory`, of `room` words.
-// All threads call; afterwards r.ids and r.weights hold their slots.
-WEAVE_FN void choose_tokens(const Launch& p, u32* memory, u32 room, u32 warps, u32 first, u32 end) {
+// Words that a warp needs to choose, the shared experts' logit among them.
+WEAVE_FN u32 chooser_words(u32 experts) { return choice_words(experts) + 1; }
+// Tokens `first` to `end`, a warp each. memory: chooser_words for each of the block's warps. All threads call; afterwards r.ids
+// and r.weights hold their slots.
+WEAVE_FN void choose_tokens(const Launch& p, u32* memory, u32 warps, u32 first, u32 end) {
   const Router& r = p.router;
   const WarpLanes lanes;
-  const u32 each = choice_words(r.experts) + 1, fit = room / each, choosers = fit < warps ? fit : warps;
+  const u32 each = chooser_words(r.experts);
   const u32 sums = route_sums(p), rows4 = router_rows4(p), warp = threadIdx.x >> 5;
   const Choice c = choice_at(memory + warp * each + 1, r.experts);
   float* gate = (float*)(memory + warp * each);
-  for (u32 token = first + warp; warp < choosers && token < end; token += choosers) {
+  for (u32 token = first + warp; token < end; token += warps) {
     const float* from = r.sums + (u64)token * sums * rows4;
     for (u32 row = lanes.lane() * 4; row < r.rows; row += 32 * 4) {
       float logit[4] = {0, 0, 0, 0};

@@ -353,9 +353,19 @@ class Kernels:
                 kernel.prepare(device)
 
 
-def sort_bytes(experts: int, chunk_slots: int) -> int:
-    """Shared memory of a block of the sort: `SortMemory` in device/many.h."""
-    return 4 * (SORT_THREADS // 16 + 256 + 2 * 8 * SORT_THREADS + 4 * experts + chunk_slots)
+def sort_bytes(experts: int, chunk_slots: int, router_experts: int = 0) -> int:
+    """Shared memory of a block of the sort: `SortMemory` in device/many.h.
+
+    router_experts: that its warps choose among, 0 where they do not.
+    """
+    sorts = 2 * 8 * SORT_THREADS + 4 * experts + chunk_slots
+    choices = SORT_THREADS // 32 * chooser_words(router_experts) if router_experts else 0
+    return 4 * (SORT_THREADS // 16 + 256 + max(sorts, choices))
+
+
+def chooser_words(experts: int) -> int:
+    """Of device/router.h."""
+    return 2 * experts + 65
 
 
 _kernels: dict[tuple[KernelConfig, int], Kernels] = {}
