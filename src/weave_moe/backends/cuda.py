@@ -585,9 +585,11 @@ def _pieces(call: ExpertsCall, layer: _Layer | None, *, only_ready: bool) -> lis
     ]
     few = 0
     # The records of a traced call are those of its last launch.
-    if call.num_valid_tokens is not None and not _traced(call) and all(p.many for *_, p in parts):
+    chooses = call.num_valid_tokens is not None and not _traced(call)
+    if chooses and parts and all(p.many for *_, p in parts):
         few = most_few_tokens(call.shape, index, layer is not None, slices)
-        parts = [(0, few, plan(few)), *parts] if few and parts else parts
+    if few:
+        parts = [(0, few, plan(few)), *parts]
     return [_piece(call, layer, *part, few, only_ready=only_ready) for part in parts]
 
 

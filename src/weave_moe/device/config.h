@@ -200,8 +200,8 @@ struct SlotTable {
       // Unsigned throughout: from signed values NVRTC 13 makes max(v - offset, 0), which overflows for the least of them.
       const u64 count = v < 0 ? 0 : (u64)v, before = (u64)p.valid_offset;
       here = !p.few_tokens || (count > p.few_tokens) == MANY;
-      const u64 here = count > before ? count - before : 0;
-      tokens = here < tokens ? (u32)here : tokens;
+      const u64 left = count > before ? count - before : 0;
+      tokens = left < tokens ? (u32)left : tokens;
     }
     valid = tokens * p.top_k;
   }
