@@ -1116,7 +1116,6 @@ def details_section(
         parts += [
             "## By policy",
             f"{provenance(idle)}. {floor_words(idle)}" if idle else "",
-            ticket_words(idle + held),
             *(dynamic_words(jobs, where=True), by_policy_table(jobs), picture("policies")),
             *("### A fixed map of experts to SMs, over `steal`", static_expert_words(jobs)),
             static_expert_table(jobs),
@@ -1137,8 +1136,8 @@ def details_section(
     if counted:
         parts += [
             "### Memory",
-            f"{provenance(counters)}. {memory_words(counted)} {ticket_words(counters)} Bytes read "
-            "from DRAM over the least possible / L2 hit rate, by the hardware counters:",
+            f"{provenance(counters)}. {memory_words(counted)} Bytes read from DRAM over the least "
+            "possible / L2 hit rate, by the hardware counters:",
             memory_table(counted),
         ]
     if granularity:
@@ -1148,11 +1147,12 @@ def details_section(
             granularity_table(granularity),
         ]
     if neighbours:
+        reduced = [row for row in neighbours if row["neighbour"] == "all-reduce"]
         parts += [
             "## Beside other work",
-            f"{provenance(neighbours)}. {ticket_words(neighbours)}".strip(),
+            f"{provenance(neighbours)}.",
             stream_words(neighbours),
-            all_reduce_words(neighbours),
+            f"{all_reduce_words(neighbours)} {ticket_words(reduced)}".strip(),
             neighbours_table(neighbours),
         ]
     return "\n".join([BEGIN, "\n\n".join(part for part in parts if part), END])
@@ -1164,7 +1164,7 @@ def limits_section(rows: dict[str, list[Row]]) -> str:
     experts, padded = load_experts(rows["experts"]), load_padded(rows["layer"])
     parts = []
     for title, texts in (
-        ("On a GPU of its own", [dynamic_words(jobs, where=True), ticket_words(rows["policies"])]),
+        ("On a GPU of its own", [dynamic_words(jobs, where=True)]),
         ("With SMs held by others", [held_words(jobs, where=True)]),
         ("Where tasks are small", [granularity_words(rows["granularity"])]),
         ("Against rivals, the experts", [rivals_words(experts)]),
