@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fakes.launches import Recorder
 from generators import experts_case
 from weave_moe import backends
 
@@ -56,3 +57,16 @@ def backend(request: pytest.FixtureRequest) -> str:
             pytest.fail(str(error), pytrace=False)
         pytest.skip(str(error))
     return name
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Launches on a GPU are recorded, not run."""
+    return Recorder(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def shared_recorder() -> Iterator[Recorder]:
+    """For properties, whose examples may share one."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield Recorder(patch)

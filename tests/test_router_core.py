@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fakes.launches import Launched, Recorder, bf16_case, layer_of
 from native import STEPPED, Builder, Patch, needs_cxx
-from test_cuda_backend import Launched, Recorder, bf16_case, layer_of, recorder  # noqa: F401
 from weave_moe.routing import LayerCall, RoutingConfig, route, router_logits
 from weave_moe.runtime.buffers import logit_sums
 from weave_moe.runtime.kernel import SORT_THREADS, KernelConfig, Launch, chooser_words
@@ -91,7 +91,7 @@ def chosen(launches: Sequence[Launched], call: LayerCall) -> Launched:
 
 def emulate(
     build: Build,
-    recorder: Recorder,  # noqa: F811
+    recorder: Recorder,
     call: LayerCall,
     *,
     blocks: int = 3,
@@ -251,7 +251,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_router_gives_what_it_must(build: Build, recorder: Recorder, name: str) -> None:  # noqa: F811
+def test_the_router_gives_what_it_must(build: Build, recorder: Recorder, name: str) -> None:
     call = CALLS[name]
     for seed in range(2 if call.experts.num_tokens < 100 else 1):
         routed = emulate(build, recorder, call, seed=seed)
@@ -280,7 +280,7 @@ def real_call(tokens: int, **options: Any) -> LayerCall:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_fp32_lose_nothing(
     build: Build,
-    recorder: Recorder,  # noqa: F811
+    recorder: Recorder,
     dtype: torch.dtype,
 ) -> None:
     call = real_call(20, dtype=dtype)
@@ -297,7 +297,7 @@ def test_weights_of_fp32_lose_nothing(
 @pytest.mark.parametrize("scoring", ["softmax", "topk_softmax"])
 def test_a_tokens_experts_do_not_depend_on_the_batch(
     build: Build,
-    recorder: Recorder,  # noqa: F811
+    recorder: Recorder,
     scoring: str,
 ) -> None:
     *others, largest = (
@@ -312,7 +312,7 @@ def test_a_tokens_experts_do_not_depend_on_the_batch(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_and_biases_of_any_type(
     build: Build,
-    recorder: Recorder,  # noqa: F811
+    recorder: Recorder,
     dtype: torch.dtype,
 ) -> None:
     g = torch.Generator().manual_seed(5)
@@ -325,7 +325,7 @@ def test_logits_and_biases_of_any_type(
     check(made, emulate(build, recorder, made))
 
 
-def two_launches(build: Build, recorder: Recorder, patches: Sequence[Patch] = ()) -> None:  # noqa: F811
+def two_launches(build: Build, recorder: Recorder, patches: Sequence[Patch] = ()) -> None:
     """One after the other in a workspace, the second routed otherwise."""
     for before, seed in enumerate((3, 4)):
         g = torch.Generator().manual_seed(seed)
@@ -333,7 +333,7 @@ def two_launches(build: Build, recorder: Recorder, patches: Sequence[Patch] = ()
         check(call, emulate(build, recorder, call, blocks=5, patches=patches, before=before))
 
 
-def test_a_launch_takes_no_words_of_the_one_before(build: Build, recorder: Recorder) -> None:  # noqa: F811
+def test_a_launch_takes_no_words_of_the_one_before(build: Build, recorder: Recorder) -> None:
     two_launches(build, recorder)
     always_the_first = Patch("router.h", "return epoch + 1;", "return 1;")
     with pytest.raises(AssertionError):
@@ -372,7 +372,7 @@ PLANTED = {
 }
 
 
-def test_a_launch_that_is_not_chosen_multiplies_nothing(build: Build, recorder: Recorder) -> None:  # noqa: F811
+def test_a_launch_that_is_not_chosen_multiplies_nothing(build: Build, recorder: Recorder) -> None:
     call = CALLS["20 of 290 tokens"]
     launches, *results = recorder.layer(call, return_routing=False)
     route, p = recorder.all[1], launches[1].p
@@ -389,7 +389,7 @@ def test_a_launch_that_is_not_chosen_multiplies_nothing(build: Build, recorder: 
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_it_finds_what_is_planted(build: Build, recorder: Recorder, bug: str) -> None:  # noqa: F811
+def test_it_finds_what_is_planted(build: Build, recorder: Recorder, bug: str) -> None:
     patch, name = PLANTED[bug]
     call = CALLS[name]
     launches, _, _ = recorder.layer(call)
