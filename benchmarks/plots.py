@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import report
-from report import EVEN, ORDER, SKEWED, Cell, Rows
+from report import DETAILS
+from tables.policies import idle_cells, over_steal
+from tables.rivals import best_rival, ratio_to_rival
+from tables.rows import EVEN, ORDER, SKEWED, Cell, Rows, geometric_mean, in_rows
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -22,7 +24,7 @@ Jobs = dict[tuple[Cell, int], Rows]
 def lines_of(cells: dict[Cell, Rows], routing: str, value: Any) -> dict[str, tuple[list, list]]:
     """{model: (tokens, values)} of the cells that have a value."""
     lines: dict[str, tuple[list, list]] = {}
-    for model, tokens in report.in_rows(cells):
+    for model, tokens in in_rows(cells):
         rows = cells.get(Cell(model, tokens, routing))
         found = None if rows is None else value(rows)
         if found is not None:
@@ -38,7 +40,7 @@ def share_of(rows: Rows) -> float | None:
 
 
 def share_of_rival(rows: Rows) -> float | None:
-    rival = report.best_rival(rows)
+    rival = best_rival(rows)
     return None if rival is None else rival["floor_us"] / rival["us"]
 
 
@@ -76,14 +78,12 @@ def save(figure: Any, folder: Path, name: str) -> None:
 
 
 def rivals(cells: dict[Cell, Rows], folder: Path) -> None:
-    if not any(report.ratio_to_rival(rows) for rows in cells.values()):
+    if not any(ratio_to_rival(rows) for rows in cells.values()):
         return
     figure, axes = panels(2, "Against the best rival in each cell", "times as fast")
     for axis, routing in zip(axes, (EVEN, SKEWED), strict=True):
         axis.axhline(1, color="black", linewidth=0.8)
-        for i, (model, (xs, ys)) in enumerate(
-            lines_of(cells, routing, report.ratio_to_rival).items()
-        ):
+        for i, (model, (xs, ys)) in enumerate(lines_of(cells, routing, ratio_to_rival).items()):
             axis.plot(xs, ys, marker=MARKS[i % 6], color=COLOURS[i % 6], label=model, markersize=4)
         by_tokens(axis, routing, tokens_of(cells))
     save(figure, folder, "rivals")
@@ -117,8 +117,8 @@ def common_tokens(cells: dict[Cell, Rows], routing: str) -> list[int]:
 
 def policies(jobs: Jobs, folder: Path) -> None:
     """Means over models by tokens: even and skewed on an idle GPU, and skewed with SMs held."""
-    cells = report.idle_cells(jobs)
-    if not any(report.over_steal(rows, "counter") for rows in cells.values()):
+    cells = idle_cells(jobs)
+    if not any(over_steal(rows, "counter") for rows in cells.values()):
         return
     shown = [(f"{routing} routing", routing, cells) for routing in (EVEN, SKEWED)]
     held = Counter(sms for _, sms in jobs if sms)
@@ -135,9 +135,9 @@ def policies(jobs: Jobs, folder: Path) -> None:
             points = []
             for tokens in ticks:
                 rows = [r for c, r in some.items() if c.tokens == tokens and c.routing == routing]
-                pairs = [pair[0] for r in rows if (pair := report.over_steal(r, name))]
+                pairs = [pair[0] for r in rows if (pair := over_steal(r, name))]
                 if pairs:
-                    points.append((tokens, report.geometric_mean(pairs)))
+                    points.append((tokens, geometric_mean(pairs)))
             if points:
                 axis.plot(
                     *zip(*points, strict=True),
@@ -152,11 +152,11 @@ def policies(jobs: Jobs, folder: Path) -> None:
 
 
 def layer(cells: dict[Cell, Rows], folder: Path) -> None:
-    if not any(report.ratio_to_rival(rows) for rows in cells.values()):
+    if not any(ratio_to_rival(rows) for rows in cells.values()):
         return
     figure, (axis,) = panels(1, "The whole layer against the best rival", "times as fast")
     axis.axhline(1, color="black", linewidth=0.8)
-    for i, (model, (xs, ys)) in enumerate(lines_of(cells, EVEN, report.ratio_to_rival).items()):
+    for i, (model, (xs, ys)) in enumerate(lines_of(cells, EVEN, ratio_to_rival).items()):
         # From the seventh on, a colour comes again with another mark and dashes.
         look = {"marker": MARKS[(i + i // 6) % 6], "color": COLOURS[i % 6], "markersize": 4}
         axis.plot(xs, ys, label=model, linestyle="--" if i >= 6 else "-", **look)
@@ -168,7 +168,7 @@ def write(
     cells: dict[Cell, Rows], jobs: Jobs, whole: dict[Cell, Rows], folder: Path | None = None
 ) -> None:
     """All that there are results for."""
-    folder = report.DETAILS.parent if folder is None else folder
+    folder = DETAILS.parent if folder is None else folder
     rivals(cells, folder)
     floor(cells, folder)
     policies(jobs, folder)

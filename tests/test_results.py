@@ -188,11 +188,14 @@ def test_the_report_names_the_cells_that_are_behind(report: ModuleType) -> None:
 
 
 def test_only_rows_of_one_commit_are_compared(report: ModuleType) -> None:
+    from tables.rivals import ratio_to_rival
+    from tables.rows import Cell
+
     old = [expert_row("a", 1, 0.0, "weave", 1.0), expert_row("a", 1, 0.0, "vllm", 2.0)]
     new = [row | {"commit": "d" * 40} for row in (old[0] | {"us": 5.0},)]
     cells = report.load_experts(old + new)
-    assert cells == {report.Cell("a", 1, "even"): {"weave": new[0]}}
-    assert report.ratio_to_rival(next(iter(cells.values()))) is None
+    assert cells == {Cell("a", 1, "even"): {"weave": new[0]}}
+    assert ratio_to_rival(next(iter(cells.values()))) is None
     again = report.load_experts([*old, old[0] | {"us": 1.5}])
     assert next(iter(again.values()))["weave"]["us"] == 1.5
 
@@ -303,7 +306,9 @@ def test_with_sms_held_only_what_took_turns_is_compared(
 
 
 def test_how_little_is_stolen_is_said(report: ModuleType, made_up: list[Row]) -> None:
-    words = report.steals_words(report.load_policies(made_up))
+    from tables.policies import steals_words
+
+    words = steals_words(report.load_policies(made_up))
     assert words.startswith("In 0 of 8 cells, those with SMs held among them, a launch under")
     assert "refilled" not in words
     rows = [
@@ -311,11 +316,11 @@ def test_how_little_is_stolen_is_said(report: ModuleType, made_up: list[Row]) ->
         policy_row(("a", 1, 0.0), "window", 1.0) | {"steals": 30},
         policy_row(("a", 9, 0.0), "steal", 1.0, held=8) | {"steals": 0},
     ]
-    words = report.steals_words(report.load_policies(rows))
+    words = steals_words(report.load_policies(rows))
     assert words.startswith("In 2 of 3 cells, those with SMs held among them, a launch")
     assert "steals nothing, in the other one 4 times: queues are refilled by a few" in words
     assert "Under `window`, whose queues are filled before the first task, up to 30 times." in words
-    assert report.steals_words({}) == ""
+    assert steals_words({}) == ""
 
 
 # --- more rivals, all-reduces -------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Tables and sentences that report.py makes from the result files."""
