@@ -58,7 +58,7 @@ FIT_TOKENS = 4096
 """Most tokens of a row that the fit sees: more take most of its time, and the clock, which drops
 under such loads, is not in the model."""
 FEW = 256
-"""Most tokens that count as few, as in report.py."""
+"""Most tokens that count as few, as in tables/rows.py."""
 SEED = 1
 """Other routings than the fit's, which could be fitted to their chance."""
 MEDIAN_BAR, WORST_BAR = 0.08, 0.20
