@@ -41,6 +41,7 @@ from tables.policies import (
     static_expert_words,
 )
 from tables.rivals import (
+    absent_words,
     contestants_table,
     load_experts,
     more_rivals_words,
@@ -55,7 +56,6 @@ from tables.surroundings import (
     granularity_words,
     neighbours_table,
     stream_words,
-    ticket_words,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def layer_part(rows: Iterable[Row], folder: str) -> list[str]:
     cells, padded = load_layer(rows), load_padded(rows)
     if not cells:
         return []
-    parts = [layer_words(cells), layer_table(cells), rivals_words(cells)]
+    parts = [layer_words(cells), layer_table(cells), rivals_words(cells), absent_words(cells)]
     return [*parts, router_words(cells), padded_words(padded), picture("layer", folder)]
 
 
@@ -112,7 +112,7 @@ def readme_section(
     parts = [head, *rivals_part(cells), more_words, picture("rivals", "docs/")]
     if jobs:
         of_policies = [row for named in jobs.values() for row in named.values()]
-        parts += ["**By policy**", f"{provenance(of_policies)}."]
+        parts += ["**By policy**", f"{provenance([*of_policies, *neighbours])}."]
     parts += [dynamic, static_expert_words(jobs)]
     parts += [held_words(jobs), stream_words(neighbours), all_reduce_words(neighbours)]
     parts.append(picture("policies", "docs/"))
@@ -198,12 +198,11 @@ def details_section(
             granularity_table(granularity),
         ]
     if neighbours:
-        reduced = [row for row in neighbours if row["neighbour"] == "all-reduce"]
         parts += [
             "## Beside other work",
             f"{provenance(neighbours)}.",
             stream_words(neighbours),
-            f"{all_reduce_words(neighbours)} {ticket_words(reduced)}".strip(),
+            all_reduce_words(neighbours),
             neighbours_table(neighbours),
         ]
     return "\n".join([BEGIN, "\n\n".join(part for part in parts if part), END])
@@ -219,7 +218,10 @@ def limits_section(rows: dict[str, list[Row]]) -> str:
         ("With SMs held by others", [held_words(jobs, where=True)]),
         ("Where tasks are small", [granularity_words(rows["granularity"])]),
         ("Against rivals, the experts", [rivals_words(experts)]),
-        ("Against rivals, the whole layer", [rivals_words(layer), router_words(layer)]),
+        (
+            "Against rivals, the whole layer",
+            [rivals_words(layer), absent_words(layer), router_words(layer)],
+        ),
         ("Padding", [padded_words(padded)]),
         ("Whole models, and what was predicted", [whole_models_words(rows["end-to-end"])]),
     ):

@@ -246,6 +246,8 @@ def test_it_says_where_dynamic_scheduling_gains_nothing(
 
 
 def test_tables_by_policy(report: ModuleType, made_up: list[Row]) -> None:
+    from tables.surroundings import ticket_words
+
     jobs = report.load_policies(made_up)
     assert "| a | 64 | 3.00 | 4.20 | 3.00 |" in report.static_expert_table(jobs)
     words = report.static_expert_words(jobs)
@@ -262,9 +264,9 @@ def test_tables_by_policy(report: ModuleType, made_up: list[Row]) -> None:
     assert "`steal[steal=one]`" in report.knobs_table(jobs)
     assert "1.050 (1.05 to 1.05)" in report.by_policy_table(jobs)
     assert "0.900 | 1.5 / 1.5 |" in report.every_cell_table(jobs)
-    assert "had `Workspace(batch=4)`" in report.ticket_words(made_up)
-    assert report.ticket_words([row for row in made_up if row["T"] <= 256]) == ""
-    assert report.ticket_words([row | {"batch": None} for row in made_up]) == ""
+    assert "had `Workspace(batch=4)`" in ticket_words(made_up)
+    assert ticket_words([row for row in made_up if row["T"] <= 256]) == ""
+    assert ticket_words([row | {"batch": None} for row in made_up]) == ""
     assert report.memory_table({}) == report.memory_words({}) == ""
     counted = [
         row | {"dram_over_min": row["T"] / 64 + row["over_steal"] / 10, "l2_hit": 0.4, "label": ""}
@@ -336,7 +338,8 @@ def test_more_rivals_are_compared_among_themselves(report: ModuleType) -> None:
     ]
     words = report.more_rivals_words(report.load_experts(more), {"weave", "vllm"})
     assert words == (
-        "With new, slow as well, timed apart in 2 cells, the best rival is new in 1 (a T=64 even); "
+        "With new, slow as well, timed apart in 2 cells (commit cccccccccccc), the best "
+        "rival is new in 1 (a T=64 even); "
         "else one of those above. The geometric mean there is 1.06, against 1.22 over those above "
         "alone; slower in 1: a T=4096 even (0.750)."
     )
@@ -471,7 +474,10 @@ def test_the_report_of_whole_models(report: ModuleType) -> None:
         ),
     ]
     words = report.whole_models_words(found)
-    assert "(a: 8 of 48 layers): 1.50 times the tokens a second in decode, 1.20 times" in words
+    assert (
+        "(a: 8 of 48 layers; commit cccccccccccc): 1.50 times the tokens a second in decode, 1.20 times"
+        in words
+    )
     assert "within 10% in 1 of 2; not in a prefill 512 as `weave:optimize` (1.05 pre" in words
     table = report.whole_models_table(found)
     assert "| a | decode | 16 | `weave` | 53,333 | 35,556 (b) | 1.50 ± 0.00 | 1.60 | 50% |" in table
@@ -549,3 +555,32 @@ def test_pages_and_plots_of_all_that_there_is(
     assert "(docs/layer.png)" in readme
     assert "(layer.png)" in details
     assert readme.index("**The whole layer**") < readme.index("How it is measured")
+
+
+def test_rivals_that_were_not_asked_everywhere_are_named(report: ModuleType) -> None:
+    from tables.layers import other_commits
+    from tables.rivals import absent_words, rivals_said
+
+    def made(model: str, tokens: int, **times: float | None) -> list[Row]:
+        rows = [expert_row(model, tokens, 0.0, name, us or 1.0) for name, us in times.items()]
+        for row in rows:
+            row |= {"version": "1", "note": "its own"}
+            if times[row["contestant"]] is None:
+                del row["us"]
+        return rows
+
+    rows = made("a", 1, weave=1.0, x=2.0, y=4.0, z=3.0) + made("a", 512, weave=1.0, x=2.0)
+    assert rivals_said(rows) == (
+        "Rivals: x (1: its own); y (1: its own), up to 1 tokens only; "
+        "z (1: its own), up to 1 tokens only."
+    )
+    assert absent_words(report.load_experts(rows)) == ""
+    rows += made("b", 1, weave=1.0, x=None, y=8.0, z=None)
+    cells = report.load_experts(rows)
+    assert absent_words(cells) == (
+        "No time of x, z for b: they do not take such a layer, or did not run. "
+        "Without b the mean is 2.00."
+    )
+    assert other_commits(cells) == ""
+    next(rows for cell, rows in cells.items() if cell.model == "b")["weave"]["commit"] = "e" * 40
+    assert other_commits(cells) == f" ({'e' * 12}: b even 1)"

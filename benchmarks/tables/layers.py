@@ -13,6 +13,7 @@ from .rows import (
     Rows,
     figure,
     floor_words,
+    grouped,
     in_rows,
     markdown,
     newest,
@@ -79,7 +80,10 @@ def router_words(cells: dict[Cell, Rows]) -> str:
         texts.append(f"{one_or_range(few, '.1f')} us up to {DECODE} tokens")
     if many:
         texts.append(f"{one_or_range(many, '.1%')} of the experts' time above {DECODE}")
-    return f"Router and top-k add {', and '.join(texts)}." if texts else ""
+    text = f"Router and top-k add {', and '.join(texts)}." if texts else ""
+    if min([*few, *many], default=0) < 0:
+        text += " It is the difference of two times: below zero, the clock has changed by more."
+    return text
 
 
 def padded_words(rows: Iterable[Row]) -> str:
@@ -110,6 +114,16 @@ def padded_table(rows: Iterable[Row]) -> str:
     return markdown(head, lines) if lines else ""
 
 
+def other_commits(cells: dict[Cell, Rows]) -> str:
+    """Which cells were not measured at the commit of most of them."""
+    by_commit: dict[str, list[Cell]] = {}
+    for cell, rows in cells.items():
+        by_commit.setdefault(next(iter(rows.values()))["commit"][:12], []).append(cell)
+    by_size = sorted(by_commit, key=lambda commit: -len(by_commit[commit]))
+    texts = [f"{commit}: {grouped(by_commit[commit])}" for commit in by_size[1:]]
+    return f" ({'; '.join(texts)})" if texts else ""
+
+
 def layer_words(cells: dict[Cell, Rows]) -> str:
     """What it was measured on, and what rivals got."""
     used = [row for rows in cells.values() for row in rows.values()]
@@ -121,9 +135,9 @@ def layer_words(cells: dict[Cell, Rows]) -> str:
         }
     )
     text = (
-        f"{provenance(used)}; from hidden states and router weight to output, even routing, "
-        "replays of CUDA graphs, contestants in turn in one process, microseconds a call. "
-        f"{floor_words(used)} Router and shared experts count in it."
+        f"{provenance(used)}{other_commits(cells)}; from hidden states and router weight to "
+        "output, even routing, replays of CUDA graphs, contestants in turn in one process, "
+        f"microseconds a call. {floor_words(used)} Router and shared experts count in it."
     )
     if rivals:
         text += (

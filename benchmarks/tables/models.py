@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .rows import Row, Rows, markdown, newest, one_or_range
+from .rows import Row, Rows, commits, markdown, newest, one_or_range
 
 NEAR = 0.1
 """A prediction of a whole model's gain that is off by no more than this is near."""
@@ -44,7 +44,8 @@ def whole_models_words(rows: Iterable[Row]) -> str:
     near = sum(abs(row["predicted_off"]) <= NEAR for row in ours)
     far = [row for row in ours if abs(row["predicted_off"]) > NEAR]
     text = (
-        f"In transformers, whole models with random weights ({', '.join(layers)}): "
+        f"In transformers, whole models with random weights ({', '.join(layers)}; "
+        f"{commits(ours)}): "
         f"{', '.join(said)}, over the fastest of transformers' own experts in CUDA graphs. What "
         f"`weave-moe advise` predicts from transformers' times is within {NEAR:.0%} in {near} of "
         f"{len(ours)}"

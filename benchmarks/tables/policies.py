@@ -20,6 +20,7 @@ from .rows import (
     cell_of,
     figure,
     geometric_mean,
+    grouped,
     in_rows,
     listed,
     markdown,
@@ -72,17 +73,6 @@ def verdicts(cells: dict[Cell, Rows], name: str) -> dict[str, list[Cell]]:
         which = "level" if abs(pair[0] - 1) <= margin else "slower" if pair[0] > 1 else "faster"
         found[which].append(cell)
     return found
-
-
-def grouped(cells: list[Cell]) -> str:
-    """Cells in few words: token counts by model and routing."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for cell in cells:
-        groups.setdefault((cell.model, cell.routing), []).append(cell.tokens)
-    return "; ".join(
-        f"{model} {routing} {', '.join(f'{t:,}' for t in sorted(tokens))}"
-        for (model, routing), tokens in groups.items()
-    )
 
 
 def count_by_size(some: list[Cell], of: list[Cell]) -> str:
@@ -147,7 +137,10 @@ def steals_words(jobs: dict[tuple[Cell, int], Rows]) -> str:
         most = f"{max(steal):,.0f} times"
         text += f", in the others up to {most}" if some > 1 else f", in the other one {most}"
     if 2 * without > len(steal):
-        text += ": queues are refilled by a few tasks at a time, so that little is left in them"
+        text += (
+            ": queues are refilled by a few tasks at a time, or by none (a ticket above "
+            f"{FEW} tokens is one task), so that little is left in them"
+        )
     if window and max(window):
         text += (
             f". Under `window`, whose queues are filled before the first task, up to "

@@ -13,6 +13,7 @@ from .rows import (
     Row,
     Rows,
     cell_of,
+    commits,
     figure,
     geometric_mean,
     in_rows,
@@ -141,13 +142,15 @@ def more_rivals_words(more: dict[Cell, Rows], known: Iterable[str]) -> str:
         for cell, rows in more.items()
     }
     before = ratios_to_rival(among)
+    at = commits(row for rows in more.values() for row in rows.values())
     wins = [
         f"{name} in {len(its)} ({', '.join(map(str, its))})"
         for name in others
         if (its := [cell for cell, winner in best.items() if winner == name])
     ]
     text = (
-        f"With {', '.join(others)} as well, timed apart in {len(ratios)} cells, the best rival is "
+        f"With {', '.join(others)} as well, timed apart in {len(ratios)} cells ({at}), the best "
+        "rival is "
     )
     text += f"{'; '.join(wins)}; else one of those above" if wins else "still one of those above"
     text += f". The geometric mean there is {geometric_mean(ratios.values()):.2f}"
@@ -158,13 +161,42 @@ def more_rivals_words(more: dict[Cell, Rows], known: Iterable[str]) -> str:
 
 
 def rivals_said(rows: Iterable[Row]) -> str:
-    """Names, versions and notes of rivals."""
-    found = {
-        f"{r['contestant']} ({r['version']}: {r['note']})"
-        for r in rows
-        if not r["contestant"].startswith("weave") and r.get("version")
-    }
-    return f"Rivals: {'; '.join(sorted(found))}." if found else ""
+    """Names, versions and notes of rivals, and where one was not asked for more tokens."""
+    found: dict[str, int] = {}
+    most = 0
+    for r in rows:
+        most = max(most, r["T"])
+        if not r["contestant"].startswith("weave") and r.get("version"):
+            name = f"{r['contestant']} ({r['version']}: {r['note']})"
+            found[name] = max(found.get(name, 0), r["T"])
+    texts = [
+        name if tokens == most else f"{name}, up to {tokens:,} tokens only"
+        for name, tokens in sorted(found.items())
+    ]
+    return f"Rivals: {'; '.join(texts)}." if texts else ""
+
+
+def absent_words(cells: dict[Cell, Rows]) -> str:
+    """Which rivals have no time in a whole model, and the mean without models that most lack."""
+    models: dict[str, set[str]] = {}
+    rivals: dict[str, None] = {}
+    for cell, rows in cells.items():
+        timed = models.setdefault(cell.model, set())
+        for name, row in rows.items():
+            if not name.startswith("weave"):
+                rivals[name] = None
+                timed |= {name} if "us" in row else set()
+    lacks = {model: [n for n in rivals if n not in timed] for model, timed in models.items()}
+    lacks = {model: names for model, names in lacks.items() if names}
+    if not lacks:
+        return ""
+    texts = [f"{', '.join(names)} for {model}" for model, names in lacks.items()]
+    text = f"No time of {'; '.join(texts)}: they do not take such a layer, or did not run."
+    most = {model for model, names in lacks.items() if 2 * len(names) > len(rivals)}
+    rest = [r for cell, r in ratios_to_rival(cells).items() if cell.model not in most]
+    if most and rest:
+        text += f" Without {', '.join(sorted(most))} the mean is {geometric_mean(rest):.2f}."
+    return text
 
 
 def rivals_part(cells: dict[Cell, Rows]) -> list[str]:

@@ -91,6 +91,17 @@ def tokens_said(tokens: int) -> str:
     return f"{tokens:,} token{'s' if tokens != 1 else ''}"
 
 
+def grouped(cells: list[Cell]) -> str:
+    """Cells in few words: token counts by model and routing."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for cell in cells:
+        groups.setdefault((cell.model, cell.routing), []).append(cell.tokens)
+    return "; ".join(
+        f"{model} {routing} {', '.join(f'{t:,}' for t in sorted(tokens))}"
+        for (model, routing), tokens in groups.items()
+    )
+
+
 def figure(row: Row, name: str, form: str) -> str:
     value = row.get(name)
     return "-" if value is None else format(value, form)
@@ -102,16 +113,23 @@ def one_or_range(values: Iterable[float], form: str) -> str:
     return texts[0] if texts[0] == texts[1] else f"{texts[0]} to {texts[1]}"
 
 
-def provenance(rows: list[Row]) -> str:
-    """GPU, versions, dates, commits and rates of rows."""
+def each(rows: Iterable[Row], pick: Callable[[Row], Any]) -> str:
+    """What rows have, in their order, without repeating."""
+    return ", ".join(dict.fromkeys(str(pick(row)) for row in rows))
 
-    def each(pick: Callable[[Row], Any]) -> str:
-        return ", ".join(dict.fromkeys(str(pick(row)) for row in rows))
+
+def commits(rows: Iterable[Row]) -> str:
+    """At which rows were measured."""
+    return f"commit {each(rows, lambda row: row['commit'][:12])}"
+
+
+def provenance(rows: list[Row]) -> str:
+    """GPU, versions, dates and commits of rows."""
 
     return (
-        f"{each(lambda r: r['gpu'])}, driver {each(lambda r: r['driver'])}, torch "
-        f"{each(lambda r: r['versions']['torch'])}, bf16, {each(lambda r: r['date'])}, commit "
-        f"{each(lambda r: r['commit'][:12])}"
+        f"{each(rows, lambda r: r['gpu'])}, driver {each(rows, lambda r: r['driver'])}, torch "
+        f"{each(rows, lambda r: r['versions']['torch'])}, bf16, {each(rows, lambda r: r['date'])}, "
+        f"{commits(rows)}"
     )
 
 

@@ -26,7 +26,7 @@ def ticket_words(rows: Iterable[Row]) -> str:
     return (
         f"Above {FEW} tokens `steal` had `Workspace(batch=4)` in these measurements, up to four "
         "tasks a ticket, where calls take one; what that changes is in "
-        "[measured.md](measured.md#many-tokens)."
+        "docs/measured.md."
     )
 
 
@@ -128,8 +128,10 @@ def beside_words(rows: Iterable[Row], kind: str, said: str, it: str, runs: str) 
 
 
 def all_reduce_words(rows: Iterable[Row]) -> str:
+    rows = [row for row in rows if row["neighbour"] == "all-reduce"]
     runs = "the all-reduces run at {} of their rate"
-    return beside_words(rows, "all-reduce", "NCCL's all-reduces on two GPUs", "them", runs)
+    text = beside_words(rows, "all-reduce", "NCCL's all-reduces on two GPUs", "them", runs)
+    return f"{text} {ticket_words(rows)}".strip()
 
 
 def stream_words(rows: Iterable[Row]) -> str:
