@@ -115,6 +115,25 @@ def test_where_nothing_is_to_choose_there_are_no_launches_more(
     assert {launch.p.few_tokens for launch in launches} == {FEW_TOKENS}
 
 
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"),
+    # With so many experts 86 (or 256, or 43) tokens fit in one launch, and these fewer do not.
+    [(46, 1013, 8), (180, 1020, 2), (23, 1024, 16), (2048, 1013, 8), (300, 1024, 8)],
+)
+def test_no_launch_goes_past_the_call(
+    recorder: Recorder, tokens: int, experts: int, top_k: int
+) -> None:
+    case = bf16_case(
+        tokens, hidden=8, intermediate=8, experts=experts, top_k=top_k, valid=tokens - 1
+    )
+    launches = recorder.run(case)
+    assert max(launch.p.valid_offset + launch.p.tokens for launch in launches) == tokens
+    # Where both kinds are launched there are counts for both.
+    for launch in launches:
+        assert launch.p.few_tokens < tokens
+        assert (launch.p.few_tokens > 0) == (len(launches) > 1)
+
+
 def test_parameters_come_from_the_call(recorder: Recorder) -> None:
     case = bf16_case(
         5, biases=True, valid=3, mapped=True, id_dtype=torch.int64, activation="swiglu_oai"

@@ -381,11 +381,19 @@ def test_a_launch_that_is_not_chosen_multiplies_nothing(build: Build, recorder: 
     held = recorder.buffers.router
     sums, library = held[: p.router.ids - p.router.sums], build(route.config, [])
     allow(library, *call.inputs().values(), held)
-    for few, untouched in ((p.few_tokens, True), (0, False)):
-        p.few_tokens = few
+    few, count = p.few_tokens, call.experts.num_valid_tokens
+    assert count is not None
+    for chooses, valid, multiplies in (
+        *((few, n, False) for n in (torch.iinfo(count.dtype).min, -1, 0, 20, few)),
+        *((few, n, True) for n in (few + 1, 290, torch.iinfo(count.dtype).max)),
+        *((0, n, n > 0) for n in (-1, 20, few + 1)),
+    ):
+        p.few_tokens = chooses
+        count.fill_(valid)
         held.fill_(0xA5)
         library.emulate_many(ctypes.byref(p), route.blocks, 0, p.tokens, room_of(p))
-        assert bool((sums == 0xA5).all()) == untouched
+        assert bool((sums != 0xA5).any()) == multiplies, valid
+    count.fill_(20)  # as other tests find it
 
 
 @pytest.mark.parametrize("bug", PLANTED)

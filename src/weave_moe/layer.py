@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -24,6 +23,7 @@ from .shapes import (
     check_experts,
     check_flag,
     dtype_name,
+    shared_call,
 )
 
 if TYPE_CHECKING:
@@ -605,7 +605,7 @@ class MoELayer(nn.Module):
         Raises ValueError for a layer that the kernel does not take; RuntimeError where the layer is
         on no GPU that it runs on.
         """
-        from .backends.cuda import BACKEND, warmup
+        from .backends.cuda import BACKEND, unsupported, warmup
 
         parts, shape, device = self.parts, self.shape, self._device()
         if device.type != "cuda":
@@ -628,7 +628,6 @@ class MoELayer(nn.Module):
             weight_on_input=parts.weight_on_input,
             **given,
         )
-        inter = 0 if shared is None else shared.w2.size(1)
         options: dict[str, Any] = {"activation": parts.activation, "device": device.index}
         experts: dict[str, Any] = {
             "bias": parts.b13 is not None or parts.b2 is not None,
@@ -636,12 +635,14 @@ class MoELayer(nn.Module):
         }
         if BACKEND.layer_unavailable(call) is None:
             kind = "logits" if logits else dtype_name(router.dtype)
+            inter = 0 if shared is None else shared.w2.size(1)
             warmup(shape, tokens, router=kind, shared_intermediate=inter, **experts, **options)
             return
         warmup(shape, tokens, **experts, **options)
-        if inter:  # which then are a layer of one expert
-            one = replace(shape, intermediate=inter, experts=1, top_k=1)
-            warmup(one, tokens, **options)
+        if shared is not None:  # a call of its own, or the reference's
+            alone = shared_call(nothing, shared, call.experts.activation)
+            if unsupported(alone) is None:
+                warmup(alone.shape, tokens, **options)
 
     def _device(self) -> torch.device:
         device: torch.device = part(self, self.parts.router_weight).device

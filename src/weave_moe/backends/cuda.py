@@ -548,11 +548,11 @@ def _run(call: ExpertsCall, layer: _Layer | None = None) -> Tensor:
     capturing = capture_id(stream) is not None
     buffers = _buffers_for(call, pool, stream, capturing=capturing)
     pieces = _pieces(call, layer, only_ready=capturing)
-    if pieces:
-        with buffers.lock:
-            buffers.fit(Needs.most(*(piece.needs for piece in pieces)))
-            for piece in pieces:
-                _launch(call, layer, out, piece, pool, buffers)
+    with buffers.lock:
+        for piece in pieces:  # before the first is launched: what grows is made anew
+            buffers.fit(piece.needs)
+        for piece in pieces:
+            _launch(call, layer, out, piece, pool, buffers)
     return out
 
 
@@ -579,17 +579,18 @@ def _pieces(call: ExpertsCall, layer: _Layer | None, *, only_ready: bool) -> lis
     slab = slab_tokens(call.shape, slices)
     slab = -(-call.num_tokens // max(1, -(-call.num_tokens // slab)))  # all of about one size
     plan = partial(plan_for, call.shape, device=index, router=layer is not None, shared=slices)
-    parts = [
-        (first, min(slab, call.num_tokens - first), plan(min(slab, call.num_tokens - first)))
-        for first in range(0, call.num_tokens, slab)
-    ]
+    parts = []
+    for first in range(0, call.num_tokens, slab):
+        tokens = min(slab, call.num_tokens - first)
+        parts.append((first, tokens, plan(tokens)))
     few = 0
     # The records of a traced call are those of its last launch.
-    chooses = call.num_valid_tokens is not None and not _traced(call)
-    if chooses and parts and all(p.many for *_, p in parts):
+    if call.num_valid_tokens is not None and not _traced(call) and all(p.many for *_, p in parts):
         few = most_few_tokens(call.shape, index, layer is not None, slices)
+        # Some numbers below it may not fit in one launch either (with very many experts).
+        few = few if few < call.num_tokens else 0
     if few:
-        parts = [(0, few, plan(few)), *parts]
+        parts.insert(0, (0, few, plan(few)))
     return [_piece(call, layer, *part, few, only_ready=only_ready) for part in parts]
 
 

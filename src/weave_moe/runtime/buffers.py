@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -58,11 +58,6 @@ class Needs:
     sums: int
     router: int
     tagged: int
-
-    @classmethod
-    def most(cls, *needs: Needs) -> Needs:
-        """What is enough for each of several launches, one after the other."""
-        return cls(*(max(values) for values in zip(*map(astuple, needs), strict=True)))
 
 
 def control_bytes(workers: int, groups: int, experts: int) -> int:
