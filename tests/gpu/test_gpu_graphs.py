@@ -67,7 +67,7 @@ def test_replays_with_other_inputs_routing_and_counts(
     want = [check(case) for case in cases]
     for i in range(100):
         case, whole = cases[i % len(cases)], want[i % len(cases)]
-        valid = (tokens, tokens - 1, 0, -3, tokens + 5, tokens // 2, tokens)[i % 7]
+        valid = (tokens, tokens - 1, 0, 200, -3, 1, tokens + 5, tokens // 2, 256)[i % 9]
         got = replayed.replay(case, valid)
         live = min(max(valid, 0), tokens)
         assert same_bits(got[:live], whole[:live]), (i, valid)

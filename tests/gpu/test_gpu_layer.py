@@ -137,7 +137,7 @@ def test_counts_of_valid_tokens(name: str, tokens: int, count_dtype: torch.dtype
     everything = check_layer(case)
     residual = case.options.get("residual")
     least, most = torch.iinfo(count_dtype).min, torch.iinfo(count_dtype).max
-    for valid in (most, tokens + 1, tokens, tokens - 1, tokens // 2, 1, 0, -1, least):
+    for valid in (most, tokens + 1, tokens, tokens - 1, tokens // 2, 257, 256, 1, 0, -1, least):
         live = min(max(valid, 0), tokens)
         count = torch.tensor(valid, dtype=count_dtype, device=TARGET.device)
         changes: dict[str, Tensor] = {"x": case.x.clone()}
@@ -312,6 +312,7 @@ def test_tokens_beyond_a_slab(
         count = torch.tensor(valid, device=gpu)
         for got, expected in zip(case.routed(num_valid_tokens=count), want, strict=True):
             assert same_bits(got[:valid], expected[:valid])
+            assert not got[valid:].any()
 
 
 SANITIZED = [("qwen", 1), ("deepseek", 1), ("deepseek", SOME), ("dense", SOME), ("dense", 1100)]

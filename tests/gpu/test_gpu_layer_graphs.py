@@ -72,7 +72,7 @@ def test_replays_with_other_inputs_and_counts(name: str, tokens: int) -> None:
     want = [check_layer(case) for case in cases]
     replay = recorded(cases[0])
     for i in range(200 if TARGET.on_gpu else 14):
-        valid = (tokens, tokens - 1, 0, -3, tokens + 5, tokens // 2, tokens)[i % 7]
+        valid = (tokens, tokens - 1, 0, 200, -3, 1, tokens + 5, tokens // 2, 256)[i % 9]
         got = replay(cases[i % 5], valid)
         assert same_as(got, want[i % 5], cases[i % 5], valid), (i, valid)
 

@@ -356,8 +356,11 @@ def test_fp16_with_biases(tokens: int) -> None:
     check(make(FP16, tokens, biases=True, activation="swiglu_oai"))
 
 
-@pytest.mark.parametrize("slab", [64, 300])
-@pytest.mark.parametrize("tokens", [63, 64, 65, 200, 1000])
+# Slabs of up to 300 tokens may be launches for few; of 450 none is, and the device chooses.
+@pytest.mark.parametrize(
+    ("tokens", "slab"),
+    [*((t, s) for t in (63, 64, 65, 200, 1000) for s in (64, 300)), (900, 600)],
+)
 def test_slabs(gpu: torch.device, tokens: int, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from weave_moe.backends import cuda
 
@@ -365,7 +368,7 @@ def test_slabs(gpu: torch.device, tokens: int, slab: int, monkeypatch: pytest.Mo
     whole = case.run()
     monkeypatch.setattr(cuda, "SLAB_TOKENS", slab)
     assert same_bits(check(case), whole)
-    for valid in (-(2**63), -1, 0, 30, 64, 65, 130, 301, tokens + 3, 2**63 - 1):
+    for valid in (-(2**63), -1, 0, 30, 64, 65, 130, 256, 257, 301, tokens + 3, 2**63 - 1):
         count = torch.tensor(valid, device=gpu)
         live = min(max(valid, 0), tokens)
         got = case.run(num_valid_tokens=count)
@@ -503,8 +506,9 @@ def test_residuals_of_sizes_that_are_no_multiple_of_a_piece(
     check(make(shape(hidden, intermediate, 16, 4), tokens, routing=skewed, residual=True))
 
 
-@pytest.mark.parametrize("slab", [64, 300])
-@pytest.mark.parametrize("tokens", [64, 65, 200, 1000])
+@pytest.mark.parametrize(
+    ("tokens", "slab"), [*((t, s) for t in (64, 65, 200, 1000) for s in (64, 300)), (900, 600)]
+)
 @pytest.mark.parametrize("s", [SMALL, FP16], ids=lambda s: s.dtype)
 def test_slabs_with_residuals(
     gpu: torch.device, s: LayerShape, tokens: int, slab: int, monkeypatch: pytest.MonkeyPatch
@@ -517,14 +521,18 @@ def test_slabs_with_residuals(
     assert same_bits(check(case), whole)
     into = residual.clone()
     assert same_bits(case.run(residual=into, out=into), whole)
-    for valid in (-1, 0, 30, 64, 65, 130, 301, tokens + 3):
+    for valid in (-1, 0, 30, 64, 65, 130, 256, 257, 301, tokens + 3):
         live = min(max(valid, 0), tokens)
-        got = case.run(num_valid_tokens=torch.tensor(valid, device=gpu))
-        assert same_bits(got[:live], whole[:live])
-        assert torch.equal(got[live:], residual[live:])
+        count = torch.tensor(valid, device=gpu)
+        for into in (torch.full_like(residual, float("nan")), residual.clone()):
+            given = {} if into.isnan().any() else {"residual": into}
+            got = case.run(num_valid_tokens=count, out=into, **given)
+            assert same_bits(got[:live], whole[:live])
+            assert torch.equal(got[live:], residual[live:])
 
 
-expect(FP16, [64, 65, 200, 300, 1000, 3, 1100])
+expect(FP16, [64, 65, 200, 256, 300, 900, 1000, 3, 1100])
+expect(SMALL, [256, 900])
 
 TINY = shape(64, 64, 8, 2)
 expect(TINY, [131_072])

@@ -89,6 +89,26 @@ def test_impatient_launches_of_any_size_are_right_or_nan(
         assert same_bits(case.run(), want)
 
 
+def test_a_padded_call_that_gives_up(gpu: torch.device) -> None:
+    # Of both kinds of launch that it has one runs; all rows are NaN or right, and the next call is.
+    case = make(SMALL, 1100)
+    want = check(case)
+    for valid in (5, 256, 257, 1000):
+        padded = case.with_(num_valid_tokens=torch.tensor(valid, device=gpu))
+        for _ in range(5):
+            out = gives_up(padded, impatient())
+            try:
+                weave_moe.check()
+            except KernelError:
+                assert bool(out.isnan().all())
+            else:
+                assert same_bits(out[:valid], want[:valid])
+                assert not out[valid:].any()
+            got = padded.run()
+            assert same_bits(got[:valid], want[:valid])
+            assert not got[valid:].any()
+
+
 def test_launches_behind_one_that_gives_up(gpu: torch.device) -> None:
     # All are in the stream before the first runs, so the host cannot reset anything between them.
     slow, small = make(SLOW, 1), make(SMALL, 1100)
