@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -454,3 +459,18 @@ def test_a_launch_that_is_traced_has_room_for_its_records(recorder: Recorder) ->
         (launch,) = recorder.run(case)
         assert not launch.config.trace
         assert launch.p.trace is launch.p.trace_clock is None
+
+
+def test_what_is_launched_can_be_compared_with_another_revision() -> None:
+    tool = Path(__file__).parents[1] / "tools/same_launches.py"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(tool), "--record", "12"]
+    first, again = (
+        subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
+        for _ in range(2)
+    )
+    assert first == again
+    calls = json.loads(first)
+    assert len(calls) == 12
+    # Addresses are told by the buffer that they lie in.
+    assert {launch[-1]["h"] for _, launches, _ in calls for launch in launches} == {"h + 0"}
