@@ -914,7 +914,7 @@ def test_a_tensor_that_stands_for_another_is_named(backend: str) -> None:
     def run(x: Tensor) -> Tensor:
         return weave_moe.fused_experts(x, *others, backend=backend, **case.options)
 
-    with pytest.raises(ValueError, match="^x has no memory"):
+    with pytest.raises(ValueError, match=r"^x has no memory"):
         torch.func.functionalize(run)(x)
 
 
