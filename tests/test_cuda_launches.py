@@ -292,6 +292,23 @@ def test_policies_have_the_numbers_of_the_core(recorder: Recorder, policy: str) 
     assert p.knobs.policy == POLICY_CODES[policy]
 
 
+@pytest.mark.parametrize("tokens", [40, FEW_TOKENS + 1])
+@pytest.mark.parametrize("policy", [p for p in weave_moe.POLICIES if p != "auto"])
+def test_more_tasks_than_a_queue_can_name_are_counted(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, policy: str, tokens: int
+) -> None:
+    from weave_moe.schedule import POLICY_CODES
+
+    case = bf16_case(tokens, intermediate=200).with_(policy=policy)
+    p = recorder.run(case)[0].p
+    most = p.shared.max_groups * max(p.chunks_up, p.chunks_down)
+    for limit, taken in ((most, policy), (most - 1, "counter")):
+        monkeypatch.setattr(cuda, "WINDOW_LIMIT", limit)
+        if policy not in ("steal", "window"):
+            taken = policy
+        assert recorder.run(case)[0].p.knobs.policy == POLICY_CODES[taken]
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 17, 40, FEW_TOKENS + 1])
 def test_auto_is_the_plans_policy(recorder: Recorder, tokens: int) -> None:
     from weave_moe.schedule import POLICY_CODES

@@ -891,6 +891,55 @@ class TestCompilers:
         assert graphs.operators() == [1]
 
 
+@pytest.mark.parametrize("name", ["x", "w13", "w2", "topk_weights", "topk_ids", "b2", "out"])
+def test_a_tensor_without_memory_is_named(name: str, backend: str) -> None:
+    """As those are whose storage was freed: backends are given addresses."""
+    if backend == "reference":
+        pytest.skip("torch's own operators say so, or need no memory")
+    case = experts_case(4, biases=True)
+    given = dict(zip(("x", "w13", "w2", "topk_weights", "topk_ids"), case.args, strict=True))
+    given |= {"out": torch.empty_like(given["x"]), **case.options}
+    given[name] = given[name].clone()
+    given[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"^{name} has no memory"):
+        weave_moe.fused_experts(**given, backend=backend)
+
+
+def test_a_tensor_that_stands_for_another_is_named(backend: str) -> None:
+    if backend == "reference":
+        pytest.skip("it is torch's operators")
+    case = experts_case(4)
+    x, *others = case.args
+
+    def run(x: Tensor) -> Tensor:
+        return weave_moe.fused_experts(x, *others, backend=backend, **case.options)
+
+    with pytest.raises(ValueError, match=r"^x has no memory"):
+        torch.func.functionalize(run)(x)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_modes_that_record_operators_see_one(backend: str, whole: bool) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    if backend == "reference":
+        pytest.skip("make_fx records what it did for one routing")
+    case = experts_case(4)
+    x, w13, w2, *chosen = case.args
+
+    def run(x: Tensor) -> Tensor:
+        if not whole:
+            return weave_moe.fused_experts(x, w13, w2, *chosen, backend=backend, **case.options)
+        router = {"routing": RoutingConfig(2), "router_weight": w13[:, 0].contiguous()}
+        y: Tensor = weave_moe.moe_layer(x, w13, w2, backend=backend, **router, **case.options)
+        return y
+
+    with torch.no_grad():
+        graph = make_fx(run)(x)
+        other = torch.randn_like(x)
+        assert torch.equal(graph(other), run(other))
+
+
 class TestCompiledBlocks:
     """Layers taken over from transformers' blocks, whose weights may be transposed."""
 

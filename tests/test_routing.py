@@ -368,6 +368,11 @@ def test_weights_pass_gradients_to_the_logits(scoring: str) -> None:
             "^scaling_factor must be finite",
         ),
         (
+            lambda: RoutingConfig(2, scaling_factor=3.5e38),
+            ValueError,
+            "^scaling_factor must be finite in fp32",
+        ),
+        (
             lambda: RoutingConfig(2, scaling_factor="2"),
             TypeError,
             "^scaling_factor must be a number",

@@ -43,6 +43,9 @@ class TestActivation:
             (lambda: Activation(1), TypeError, "kind.*int"),
             (lambda: Activation("silu", limit=0.0), ValueError, "limit.*above 0.*0.0"),
             (lambda: Activation("silu", limit=float("nan")), ValueError, "limit.*finite.*nan"),
+            # Numbers that fp32 has not.
+            (lambda: Activation("silu", limit=3.5e38), ValueError, r"limit.*finite.*3\.5e\+38"),
+            (lambda: Activation("silu", limit=1e-46), ValueError, "limit.*above 0.*1e-46"),
             (lambda: Activation("silu", alpha="1"), TypeError, "alpha.*number.*str"),
             (lambda: Activation("silu", up_offset=float("inf")), ValueError, "up_offset.*finite"),
             (lambda: Activation("silu", alpha=10**400), ValueError, "alpha.*finite"),

@@ -20,11 +20,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BUFFERS = ("counters", "tagged", "h", "rows", "gathered", "plan", "sums", "router")
+OF_CONTROL = ("queue", "up_done", "down_done", "up_parts", "down_parts")
 LEAST_ADDRESS = 1 << 32
 
 
@@ -86,6 +88,8 @@ def recorded(calls: int) -> list[Any]:
                 value = getattr(p, name)
                 if isinstance(value, ctypes.Structure):
                     values[name] = plain(value)
+                elif name in OF_CONTROL:  # some unused ones lie behind the buffer's end
+                    values[name] = f"control + {value - p.control}"
                 elif name != "call":  # which counts launches
                     values[name] = place(value) if isinstance(value, int) else value
             return values
@@ -115,6 +119,18 @@ def device_code(package: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
+def differences(before: Any, after: Any, where: str = "launches") -> Iterator[str]:
+    """Where two nested values differ, a line each."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in before | after:
+            yield from differences(before.get(name), after.get(name), f"{where}.{name}")
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            yield from differences(old, new, f"{where}[{i}]")
+    elif before != after:
+        yield f"{where}: {str(before)[:200]} -> {str(after)[:200]}"
+
+
 def main() -> int:
     """Compares, or records for another process."""
     parser = argparse.ArgumentParser(
@@ -142,7 +158,9 @@ def main() -> int:
     print(f"device code: {', '.join(changed) + ' changed' if changed else 'the same'}")
     for old, new in zip(before, after, strict=True):
         if old != new:
-            print(f"not the same: {old[0]}\nbefore {old[1:]}\nafter  {new[1:]}")
+            print(f"not the same: {old[0]}")
+            for line in differences(old[1:], new[1:]):
+                print(line)
             return 1
     launches = sum(len(call[1]) for call in before)
     print(f"{len(before)} calls, {launches} launches: the same")

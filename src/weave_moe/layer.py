@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import backends, ops
 from . import routing as routers
@@ -34,8 +35,13 @@ if TYPE_CHECKING:
 __all__ = ["MoELayer", "SharedExperts", "fused_experts", "moe_layer", "workspace_bytes"]
 
 
+def _is_traced() -> bool:
+    """Whether somebody is to see operators: a compiler, or a mode that records them (make_fx)."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+
+
 def _run(call: ExpertsCall, backend: str) -> Tensor:
-    if backend != "reference" and torch.compiler.is_compiling():
+    if backend != "reference" and _is_traced():
         return _as_operator(call, backend)
     chosen = backends.choose(call, backend)
     return chosen.experts(call) if call.num_tokens else call.output()
@@ -45,7 +51,7 @@ def _run_layer(
     call: LayerCall, backend: str, return_routing: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y [T, H], weights, ids); the last two may be empty where return_routing is False."""
-    if call.experts.num_tokens and not torch.compiler.is_compiling():
+    if call.experts.num_tokens and not _is_traced():
         whole = backends.whole(call, backend)
         if whole is not None:
             return whole.layer(call, return_routing)
@@ -55,7 +61,10 @@ def _run_layer(
 def _as_operator(call: ExpertsCall, backend: str) -> Tensor:
     """What a compiler sees of `_run`: one opaque node, for it cannot follow a backend."""
     if call.workspace is not None:
-        raise ValueError("workspace must be None under torch.compile, got a Workspace")
+        raise ValueError(
+            "workspace must be None under torch.compile and in a torch_dispatch mode, got a "
+            "Workspace"
+        )
     y = ops.moe_experts(
         call.x,
         call.w13,
@@ -230,7 +239,8 @@ def moe_layer(
         with a residual, (routed + shared) + residual. A GPU adds them as rows like the routed
         experts' instead, slice by slice of I elements, and rounds once: bits differ from the sum of
         parts, by less than the type's rounding.
-    return_routing: return (y, topk_weights fp32 [T, k], topk_ids int32 [T, k]) instead of y.
+    return_routing: return (y, topk_weights fp32 [T, k], topk_ids int32 [T, k]) instead of y. What
+        they hold of tokens past num_valid_tokens is left open.
 
     The other arguments are those of `fused_experts`; weight_on_input is for the routed experts.
 

@@ -87,15 +87,16 @@ def check_count(name: str, value: object, least: int = 1) -> int:
 
 
 def check_number(name: str, value: object) -> float:
-    """`value` as a float if it is a finite number; else TypeError or ValueError naming `name`."""
+    """`value` as a float if it is a number that fp32 has, however rounded; else TypeError or
+    ValueError naming `name`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     try:
         number = float(value)
     except OverflowError:  # an int beyond float's range
         number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}")
+    if not abs(number) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must be finite in fp32, got {number}")
     return number
 
 
@@ -181,8 +182,8 @@ class Activation:
         check_choice("activation kind", self.kind, self.KINDS)
         check_number("activation alpha", self.alpha)
         check_number("activation up_offset", self.up_offset)
-        if self.limit is not None and check_number("activation limit", self.limit) <= 0:
-            raise ValueError(f"activation limit must be above 0 or None, got {self.limit}")
+        if self.limit is not None and check_number("activation limit", self.limit) <= 2.0**-150:
+            raise ValueError(f"activation limit must be above 0 in fp32 or None, got {self.limit}")
         if self.kind != "silu" and self.alpha != 1.0:
             raise ValueError(
                 f"activation alpha belongs to silu and must be 1.0 for {self.kind}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final, Protocol, runtime_checkable
 
@@ -101,6 +102,7 @@ def whole(call: LayerCall, name: str = "auto") -> WholeLayer | None:
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in call.inputs().values()):
         return None  # the parts say which
+    _check_memory(call.inputs() | {"out": call.experts.out})
     found = _for_call("cuda", call.experts)
     if not isinstance(found, WholeLayer):
         return None
@@ -120,6 +122,28 @@ def _needs_grad(call: ExpertsCall) -> str | None:
     return next((name for name, value in call.inputs().items() if value.requires_grad), None)
 
 
+def _without_memory(tensors: Mapping[str, Tensor | None]) -> str | None:
+    """Which of the tensors has elements and no memory, if any: backends are given addresses."""
+    for name, value in tensors.items():
+        if value is None or not value.numel():
+            continue
+        try:
+            if value.data_ptr():
+                continue
+        except RuntimeError:  # a stand-in for a tensor
+            pass
+        return name
+    return None
+
+
+def _check_memory(tensors: Mapping[str, Tensor | None]) -> None:
+    if name := _without_memory(tensors):
+        raise ValueError(
+            f"{name} has no memory: its storage was freed, or it stands for a tensor that is not "
+            "there; pass one that holds its values, or backend='reference'"
+        )
+
+
 def choose(call: ExpertsCall, name: str = "auto") -> Backend:
     """The backend that runs `call`.
 
@@ -130,8 +154,8 @@ def choose(call: ExpertsCall, name: str = "auto") -> Backend:
     Only the reference can be differentiated through, and only if it is asked for by name.
 
     Raises TypeError or ValueError for an unknown name, ValueError with the reason if the backend
-    asked for cannot run the call, and ValueError if gradients are needed: run inference under
-    torch.no_grad() or torch.inference_mode().
+    asked for cannot run the call or a tensor has no memory, and ValueError if gradients are needed:
+    run inference under torch.no_grad() or torch.inference_mode().
     """
     check_choice("backend", name, NAMES)
     if name != "reference" and (tensor := _needs_grad(call)) is not None:
@@ -139,6 +163,8 @@ def choose(call: ExpertsCall, name: str = "auto") -> Backend:
             f"{tensor} requires grad, but backend={name!r} is for inference only: call it under "
             "torch.no_grad() or torch.inference_mode(), or pass backend='reference'"
         )
+    if name != "reference":
+        _check_memory(call.inputs() | {"out": call.out})
     if name != "auto":
         found = _for_call(name, call)
         if isinstance(found, str):

@@ -40,7 +40,7 @@ from ..runtime.kernel import (
     packed,
     sort_bytes,
 )
-from ..schedule import POLICY_CODES, VICTIM_CODES
+from ..schedule import POLICY_CODES, VICTIM_CODES, WINDOW_LIMIT
 from ..schedule.granularity import FEW_TOKENS, MAX_SLOTS, KernelPlan, choose_kernel
 from ..shapes import (
     Activation,
@@ -657,7 +657,7 @@ def _launch(
     _fill_tensors(p, call, out, piece.first)
     _fill_sizes(p, call, layer, piece)
     _fill_buffers(p, call, piece, buffers)
-    _fill_knobs(p, call, piece.plan)
+    _fill_knobs(p, call, piece)
     p.call = next(_calls) & 0xFFFF_FFFF
     p.host_error = pool.error.data_ptr()
     if layer is not None:
@@ -750,10 +750,14 @@ def _fill_buffers(p: Launch, call: ExpertsCall, piece: _Piece, buffers: Buffers)
     shared.workers, shared.max_groups, shared.experts = workers, needs.groups, p.experts
 
 
-def _fill_knobs(p: Launch, call: ExpertsCall, plan: KernelPlan) -> None:
+def _fill_knobs(p: Launch, call: ExpertsCall, piece: _Piece) -> None:
     """The policy and its settings, and how long anything waits."""
-    workspace, knobs = call.workspace, p.knobs
-    knobs.policy = POLICY_CODES[plan.policy if call.policy == "auto" else call.policy]
+    workspace, knobs, plan = call.workspace, p.knobs, piece.plan
+    policy = plan.policy if call.policy == "auto" else call.policy
+    tasks = piece.needs.groups * max(p.chunks_up * p.parts_up, p.chunks_down * p.parts_down)
+    if policy in ("steal", "window") and tasks > WINDOW_LIMIT:
+        policy = "counter"  # a queue's word has no room for their numbers; results are the same
+    knobs.policy = POLICY_CODES[policy]
     knobs.victim = VICTIM_CODES[getattr(workspace, "victim", "largest")]
     knobs.steal_one = int(getattr(workspace, "steal", "half") == "one")
     knobs.min_steal = getattr(workspace, "min_steal", 1)

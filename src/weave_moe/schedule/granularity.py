@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from .plan import max_groups
@@ -138,6 +139,7 @@ def _width_cap(tokens: int, mean: float, tile_m: int) -> int:
     return next((cap for cap in caps if cap >= wanted), caps[-1])
 
 
+@lru_cache(maxsize=4096)  # every eager call asks
 def choose_kernel(
     *,
     tokens: int,
