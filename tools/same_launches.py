@@ -27,7 +27,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 BUFFERS = ("counters", "tagged", "h", "rows", "gathered", "plan", "sums", "router")
 OF_CONTROL = ("queue", "up_done", "down_done", "up_parts", "down_parts")
-LEAST_ADDRESS = 1 << 32
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
@@ -76,22 +75,22 @@ def recorded(calls: int) -> list[Any]:
                 recorder.layer(layer)
             held = [(name, getattr(recorder.buffers, name)) for name in BUFFERS]
 
-        def place(value: Any, held: list[Any] = held) -> Any:
+        def place(address: int | None, held: list[Any] = held) -> str | None:
             for name, tensor in held:
-                if value and 0 <= value - tensor.data_ptr() < max(tensor.numel(), 1):
-                    return f"{name} + {value - tensor.data_ptr()}"
-            return "a tensor" if value and value >= LEAST_ADDRESS else value
+                if address and 0 <= address - tensor.data_ptr() < max(tensor.numel(), 1):
+                    return f"{name} + {address - tensor.data_ptr()}"
+            return "a tensor" if address else None
 
         def plain(p: ctypes.Structure, place: Any = place) -> dict[str, Any]:
             values: dict[str, Any] = {}
-            for name, *_ in p._fields_:
+            for name, kind, *_ in p._fields_:
                 value = getattr(p, name)
                 if isinstance(value, ctypes.Structure):
                     values[name] = plain(value)
                 elif name in OF_CONTROL:  # some unused ones lie behind the buffer's end
                     values[name] = f"control + {value - p.control}"
                 elif name != "call":  # which counts launches
-                    values[name] = place(value) if isinstance(value, int) else value
+                    values[name] = place(value) if kind is ctypes.c_void_p else value
             return values
 
         launches = [

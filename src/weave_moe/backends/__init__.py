@@ -122,26 +122,20 @@ def _needs_grad(call: ExpertsCall) -> str | None:
     return next((name for name, value in call.inputs().items() if value.requires_grad), None)
 
 
-def _without_memory(tensors: Mapping[str, Tensor | None]) -> str | None:
-    """Which of the tensors has elements and no memory, if any: backends are given addresses."""
+def _check_memory(tensors: Mapping[str, Tensor | None]) -> None:
+    """ValueError for the first that has elements and no memory: backends are given addresses."""
     for name, value in tensors.items():
         if value is None or not value.numel():
             continue
         try:
-            if value.data_ptr():
-                continue
-        except RuntimeError:  # a stand-in for a tensor
-            pass
-        return name
-    return None
-
-
-def _check_memory(tensors: Mapping[str, Tensor | None]) -> None:
-    if name := _without_memory(tensors):
-        raise ValueError(
-            f"{name} has no memory: its storage was freed, or it stands for a tensor that is not "
-            "there; pass one that holds its values, or backend='reference'"
-        )
+            there = value.data_ptr() != 0
+        except RuntimeError:  # it stands for another
+            there = False
+        if not there:
+            raise ValueError(
+                f"{name} has no memory: its storage was freed, or it stands for a tensor that is "
+                "not there; pass one that holds its values, or backend='reference'"
+            )
 
 
 def choose(call: ExpertsCall, name: str = "auto") -> Backend:
