@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.launches import config_of
 from weave_moe.runtime import cache, kernel
 from weave_moe.schedule.granularity import choose_kernel
 
@@ -400,15 +401,7 @@ def test_a_kernel_that_is_cleared_before_it_is_read_is_made_again(
 
     monkeypatch.setattr(kernel, "Library", Library)
     plan = choose_kernel(tokens=1, top_k=1, experts=1, hidden=64)
-    config = kernel.KernelConfig.of(
-        plan,
-        dtype="bfloat16",
-        activation="silu",
-        clamp=False,
-        bias=False,
-        hidden=64,
-        intermediate=64,
-    )
+    config = config_of(plan)
     assert kernel._load(config, 0).experts == b"code"  # type: ignore[comparison-overlap]
     assert len(made) == 2
 

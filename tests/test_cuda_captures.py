@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weave_moe
-from fakes.launches import Recorder, bf16_case, layer_of
+from fakes.launches import Recorder, bf16_case, config_of, layer_of
 from weave_moe.backends import cuda
 from weave_moe.routing import RoutingConfig
-from weave_moe.runtime import kernel
 from weave_moe.shapes import LayerShape
 
 
@@ -98,16 +97,10 @@ class TestCaptures:
                 if tokens > most:
                     continue
                 plan = cuda.plan_for(shape, tokens, router=router is not None, shared=slices)
-                config = kernel.KernelConfig.of(
+                config = config_of(
                     plan,
-                    dtype="bfloat16",
-                    activation="silu",
-                    clamp=False,
-                    bias=False,
                     router=kinds[router],
                     router_experts=shape.experts,
-                    hidden=64,
-                    intermediate=64,
                     shared_intermediate=shared,
                 )
                 assert config in warm, f"{tokens} of {most} tokens, {shape}"

@@ -56,6 +56,11 @@ def box_of(
     return rows
 
 
+def place_of(row: int, kind: str) -> tuple[int, int]:
+    """Half and element of a row of a tile of w13: eight of each half in turn."""
+    return (0, row) if kind == "plain" else (row // 8 % 2, row // 16 * 8 + row % 8)
+
+
 class TestMaps:
     """Tensor maps are made once for a place, and again when anything of it changes."""
 
@@ -120,9 +125,7 @@ class TestMaps:
                 block = expert * p.up_blocks + chunk * elements // 8
                 got = box_of(w13.flatten(), w13_map, block, tile_k, packed=hidden % 64 == 0)
                 for row, held in enumerate(got):
-                    half, element = 0, row
-                    if kind != "plain":
-                        half, element = row // 8 % 2, row // 16 * 8 + row % 8
+                    half, element = place_of(row, kind)
                     element += chunk * elements
                     if element >= inter:
                         continue  # a neighbour's rows, or none: dropped
@@ -179,9 +182,7 @@ class TestMaps:
                 block = (number * inter + chunk * elements) // 8  # device/producer.h
                 got = box_of(numbers13.flatten(), map13, block, tile_k, packed=config.packed_up)
                 for row, held in enumerate(got):
-                    half, element = 0, row
-                    if kind != "plain":
-                        half, element = row // 8 % 2, row // 16 * 8 + row % 8
+                    half, element = place_of(row, kind)
                     element += chunk * elements
                     if element >= inter:
                         ran_over += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fakes.launches import Launched, Recorder, bf16_case, layer_of
+from fakes.launches import Launched, Recorder, bf16_case, config_of, layer_of
 from generators import ROUTINGS
 from weave_moe.backends import cuda
 from weave_moe.reference import local_experts
@@ -43,6 +44,11 @@ from weave_moe.schedule.granularity import (
     KernelPlan,
     choose_kernel,
 )
+
+
+def plain_needs(plan: KernelPlan, **sizes: Any) -> Needs:
+    """What launches of a small layer in bf16 need."""
+    return needs_of(plan, hidden=64, intermediate=64, dtype="bfloat16", **sizes)
 
 
 def span(tensor: Tensor) -> range:
@@ -236,16 +242,7 @@ def test_the_plan_of_many_tokens_has_room_for_any_routing(
     if not chosen.many:  # as much of one, whoever else would plan it
         chosen = choose_kernel(tokens=1 << 14, top_k=top_k, experts=experts, hidden=64)
         assert chosen.many
-    needs = needs_of(
-        chosen,
-        tokens=tokens,
-        top_k=top_k,
-        experts=experts,
-        hidden=64,
-        intermediate=64,
-        dtype="bfloat16",
-        workers=workers,
-    )
+    needs = plain_needs(chosen, tokens=tokens, top_k=top_k, experts=experts, workers=workers)
     plan = plan_groups(loads, chosen.width_cap)
     rows = needs.h_rows - chosen.width_cap  # TMA loads may reach a group's width past the last
     assert len(plan.groups) <= needs.groups
@@ -283,16 +280,7 @@ def loaded_kernels(
             limits[name] = (shared_bytes, threads)
             return name
 
-    config = kernel.KernelConfig.of(
-        plan,
-        dtype="bfloat16",
-        activation="silu",
-        clamp=False,
-        bias=False,
-        router=router,
-        hidden=64,
-        intermediate=64,
-    )
+    config = config_of(plan, router=router)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "Library", Library)
         patch.setattr(kernel, "cached_file", lambda *a: types.SimpleNamespace(read_bytes=bytes))
@@ -332,17 +320,8 @@ def test_a_block_of_the_sort_gets_the_shared_memory_that_it_asks_for(
     assert threads == SORT_THREADS
     assert most <= SHARED_BYTES - 2048, "it has words of its own as well"
     assert limits["weave_combine"] == (0, 32 * COMBINE_WARPS)
-    chunk_tokens = needs_of(
-        plan,
-        tokens=tokens,
-        top_k=top_k,
-        experts=experts,
-        hidden=64,
-        intermediate=64,
-        dtype="bfloat16",
-        workers=workers,
-    ).chunk_tokens
-    assert sort_bytes(experts, chunk_tokens * top_k, 1024) <= most
+    needs = plain_needs(plan, tokens=tokens, top_k=top_k, experts=experts, workers=workers)
+    assert sort_bytes(experts, needs.chunk_tokens * top_k, 1024) <= most
 
 
 def fits(buffer: Tensor, pointer: int | None, size: int) -> None:
@@ -381,17 +360,8 @@ def test_needs_grow_with_tokens(tokens: int, top_k: int, experts: int, rows: int
     )
 
     def needs(count: int) -> Needs:
-        return needs_of(
-            plan,
-            tokens=count,
-            top_k=top_k,
-            experts=experts,
-            hidden=64,
-            intermediate=64,
-            dtype="bfloat16",
-            workers=132,
-            router_rows=rows,
-        )
+        sizes = {"tokens": count, "top_k": top_k, "experts": experts, "workers": 132}
+        return plain_needs(plan, **sizes, router_rows=rows)
 
     less, more = needs(max(1, tokens // 2)), needs(tokens)
     # But for the sort's counts: a token more may make chunks larger, and so fewer.

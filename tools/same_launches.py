@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BUFFERS = ("counters", "tagged", "h", "rows", "gathered", "plan", "sums", "router")
 OF_CONTROL = ("queue", "up_done", "down_done", "up_parts", "down_parts")
 
 
@@ -59,6 +58,7 @@ def recorded(calls: int) -> list[Any]:
 
     from fakes.launches import Recorder, bf16_case, layer_of
     from weave_moe.backends import cuda
+    from weave_moe.runtime.buffers import _HELD
 
     rng, found = random.Random(0), []
     for number in range(calls):
@@ -73,7 +73,7 @@ def recorded(calls: int) -> list[Any]:
                 recorder.run(case)
             elif cuda.BACKEND.layer_unavailable(layer) is None:
                 recorder.layer(layer)
-            held = [(name, getattr(recorder.buffers, name)) for name in BUFFERS]
+            held = [(name, getattr(recorder.buffers, name)) for name in _HELD]
 
         def place(address: int | None, held: list[Any] = held) -> str | None:
             for name, tensor in held:

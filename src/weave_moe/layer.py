@@ -58,13 +58,17 @@ def _run_layer(
     return assemble_layer(call, lambda experts: _run(experts, backend))
 
 
-def _as_operator(call: ExpertsCall, backend: str) -> Tensor:
-    """What a compiler sees of `_run`: one opaque node, for it cannot follow a backend."""
-    if call.workspace is not None:
+def _refuse_workspace(workspace: object) -> None:
+    if workspace is not None:
         raise ValueError(
             "workspace must be None under torch.compile and in a torch_dispatch mode, got a "
             "Workspace"
         )
+
+
+def _as_operator(call: ExpertsCall, backend: str) -> Tensor:
+    """What a compiler sees of `_run`: one opaque node, for it cannot follow a backend."""
+    _refuse_workspace(call.workspace)
     y = ops.moe_experts(
         call.x,
         call.w13,
@@ -678,8 +682,7 @@ class MoELayer(nn.Module):
 
     def _as_operator(self, x: Tensor, w13: Tensor, w2: Tensor, options: dict[str, Any]) -> Any:
         """What a compiler sees of `moe_layer`: one opaque node."""
-        if self.workspace is not None:
-            raise ValueError("workspace must be None under torch.compile, got a Workspace")
+        _refuse_workspace(self.workspace)
         shared, up = None, None
         if self.parts.shared is not None:
             mlp, gate = part(self, self.parts.shared), self._tensor(self.parts.shared_gate)

@@ -19,7 +19,7 @@ from weave_moe.backends import cuda
 from weave_moe.routing import LayerCall, RoutingConfig, check_layer
 from weave_moe.runtime import buffers, driver, kernel
 from weave_moe.runtime.buffers import BufferPool, Buffers
-from weave_moe.schedule.granularity import SHARED_BYTES
+from weave_moe.schedule.granularity import SHARED_BYTES, KernelPlan
 from weave_moe.shapes import SharedExperts
 
 H200 = cuda._Device(0, 132, SHARED_BYTES, (9, 0), "NVIDIA H200")
@@ -81,6 +81,15 @@ def layer_of(
     arguments |= changes
     x, w13, w2 = (arguments.pop(name) for name in ("x", "w13", "w2"))
     return check_layer(x, w13, w2, **arguments)
+
+
+def config_of(plan: KernelPlan, **options: Any) -> kernel.KernelConfig:
+    """The plan's kernels for a small layer in bf16, or what the options say."""
+    common: dict[str, Any] = {
+        **{"dtype": "bfloat16", "activation": "silu", "clamp": False, "bias": False},
+        **{"hidden": 64, "intermediate": 64},
+    }
+    return kernel.KernelConfig.of(plan, **common | options)
 
 
 @dataclass

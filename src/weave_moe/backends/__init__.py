@@ -100,9 +100,10 @@ def whole(call: LayerCall, name: str = "auto") -> WholeLayer | None:
     device = call.experts.device.type
     if name not in ("auto", "cuda") or device != "cuda":
         return None
-    if torch.is_grad_enabled() and any(t.requires_grad for t in call.inputs().values()):
+    inputs = call.inputs()
+    if _needs_grad(inputs) is not None:
         return None  # the parts say which
-    _check_memory(call.inputs() | {"out": call.experts.out})
+    _check_memory(inputs | {"out": call.experts.out})
     found = _for_call("cuda", call.experts)
     if not isinstance(found, WholeLayer):
         return None
@@ -115,11 +116,11 @@ def _log_fallback(name: str, reason: str) -> None:
     _log.warning("the %s backend is not used: %s; running the slow reference", name, reason)
 
 
-def _needs_grad(call: ExpertsCall) -> str | None:
+def _needs_grad(inputs: Mapping[str, Tensor]) -> str | None:
     """The first input that autograd would have to follow, if any."""
     if not torch.is_grad_enabled():
         return None
-    return next((name for name, value in call.inputs().items() if value.requires_grad), None)
+    return next((name for name, value in inputs.items() if value.requires_grad), None)
 
 
 def _check_memory(tensors: Mapping[str, Tensor | None]) -> None:
@@ -152,13 +153,14 @@ def choose(call: ExpertsCall, name: str = "auto") -> Backend:
     run inference under torch.no_grad() or torch.inference_mode().
     """
     check_choice("backend", name, NAMES)
-    if name != "reference" and (tensor := _needs_grad(call)) is not None:
-        raise ValueError(
-            f"{tensor} requires grad, but backend={name!r} is for inference only: call it under "
-            "torch.no_grad() or torch.inference_mode(), or pass backend='reference'"
-        )
     if name != "reference":
-        _check_memory(call.inputs() | {"out": call.out})
+        inputs = call.inputs()
+        if (tensor := _needs_grad(inputs)) is not None:
+            raise ValueError(
+                f"{tensor} requires grad, but backend={name!r} is for inference only: call it "
+                "under torch.no_grad() or torch.inference_mode(), or pass backend='reference'"
+            )
+        _check_memory(inputs | {"out": call.out})
     if name != "auto":
         found = _for_call(name, call)
         if isinstance(found, str):
