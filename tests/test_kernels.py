@@ -334,6 +334,8 @@ def test_its_machine_code_loads_and_stores_as_its_options_say(compiled: Compiled
     if not chosen.scale_x:
         # Rows read by token are copied by 16 bytes.
         assert (count("LDGSTS") > 0) == (not chosen.many)
+    # While tokens are routed the first weights are on their way.
+    assert (count("UTMAPF") > 0) == (chosen.router != "none" and not chosen.many)
     # Results of many tokens are transposed into shared memory, and stored from there.
     assert (count("STSM") > 0) == (count("UTMASTG") > 0) == chosen.many
     stores = {op.split(".")[1] for op in code if op.startswith("UTMASTG")}

@@ -50,7 +50,7 @@ constexpr u32 STAGING_BYTES = MANY ? WARPGROUPS * STAGING_SLOTS * STAGING_SLOT_B
 constexpr u32 STORE_ROWS = 64;  // most rows of a store; there are maps for 64, 32, 16 and 8
 constexpr int STORE_MAPS = 4;
 
-constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull;  // TMA cache hints
+constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;  // TMA cache hints
 
 constexpr u32 END = 0xff;  // a task slot that ends the block
 

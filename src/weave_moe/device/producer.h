@@ -37,39 +37,69 @@ WEAVE_FN TaskSlot describe(const Launch& p, const Plan<Index>& plan, u32 stage, 
   return t;
 }
 
-WEAVE_FN void load_weights(const Block& b, const TaskSlot& t, u32 dst, u64* bar, u32 step) {
+// The boxes that one step of a task's weights is made of: box(bytes before it in a stage, map, coordinates...).
+template <class Box>
+WEAVE_FN void each_box(const Launch& p, const Maps& maps, const TaskSlot& t, u32 step, const Box& box) {
   step += t.first_step;
-  const u64 hint = t.siblings > 1 ? b.p.hot_hint : b.p.weight_hint;
-  const bool shared = is_shared(b.p, t.expert);
-  const u32 slice = shared ? t.expert - b.p.routed : 0;  // of the shared experts, as wide as the others are
+  const bool shared = is_shared(p, t.expert);
+  const u32 slice = shared ? t.expert - p.routed : 0;  // of the shared experts, as wide as the others are
   if (t.kind == GATE_UP) {
     // Gated: blocks of 8 rows, gate and up in turn, so that a thread of the consumer holds both halves of an element.
-    const TensorMap* map = shared ? &b.maps.shared_w13 : &b.maps.w13;
-    const int block = (shared ? slice * (b.p.intermediate / 8) : t.expert * b.p.up_blocks) + t.chunk * (UP_ELEMENTS / 8);
+    const TensorMap* map = shared ? &maps.shared_w13 : &maps.w13;
+    const int block = (shared ? slice * (p.intermediate / 8) : t.expert * p.up_blocks) + t.chunk * (UP_ELEMENTS / 8);
     const int steps = PACKED_UP ? 1 : K_BLOCKS;
     for (int kb = 0; kb < steps; ++kb) {
-      const u32 to = dst + kb * TILE_M * 128;
+      const u32 to = kb * TILE_M * 128;
       const int k = PACKED_UP ? step * K_BLOCKS : (step * K_BLOCKS + kb) * 64;
       if (GATED && PACKED_UP)
-        tma_load(to, map, bar, hint, 0, 0, k, 0, block);
+        box(to, map, 0, 0, k, 0, block);
       else if (GATED)
-        tma_load(to, map, bar, hint, k, 0, 0, block);
+        box(to, map, k, 0, 0, block);
       else if (PACKED_UP)
-        tma_load(to, map, bar, hint, 0, 0, k, block);
+        box(to, map, 0, 0, k, block);
       else
-        tma_load(to, map, bar, hint, k, 0, block);
+        box(to, map, k, 0, block);
     }
   } else {
-    const TensorMap* map = shared ? &b.maps.shared_w2 : &b.maps.w2;
-    const int block = ((shared ? 0 : t.expert * b.p.hidden) + t.chunk * TILE_M) / 8;
-    const int first = slice * b.p.intermediate;  // column
+    const TensorMap* map = shared ? &maps.shared_w2 : &maps.w2;
+    const int block = ((shared ? 0 : t.expert * p.hidden) + t.chunk * TILE_M) / 8;
+    const int first = slice * p.intermediate;  // column
     if (PACKED_DOWN) {
-      tma_load(dst, map, bar, hint, 0, 0, first / 64 + step * K_BLOCKS, block);
+      box(0, map, 0, 0, first / 64 + step * K_BLOCKS, block);
     } else {
-      for (int kb = 0; kb < K_BLOCKS; ++kb)
-        tma_load(dst + kb * TILE_M * 128, map, bar, hint, first + (step * K_BLOCKS + kb) * 64, 0, block);
+      for (int kb = 0; kb < K_BLOCKS; ++kb) box(kb * TILE_M * 128, map, first + (step * K_BLOCKS + kb) * 64, 0, block);
     }
   }
+}
+
+struct LoadBox {
+  u32 stage;
+  u64 *full, hint;
+  template <class... Coordinates>
+  WEAVE_FN void operator()(u32 at, const TensorMap* map, Coordinates... at_box) const {
+    tma_load(stage + at, map, full, hint, at_box...);
+  }
+};
+WEAVE_FN void load_weights(const Block& b, const TaskSlot& t, u32 stage, u64* full, u32 step) {
+  each_box(b.p, b.maps, t, step, LoadBox{stage, full, t.siblings > 1 ? b.p.hot_hint : b.p.weight_hint});
+}
+
+struct PrefetchBox {
+  template <class... Coordinates>
+  WEAVE_FN void operator()(u32, const TensorMap* map, Coordinates... at_box) const {
+    tma_prefetch(map, EVICT_NORMAL, at_box...);
+  }
+};
+// One warp, before there is a plan: the first steps of the gate_up task with this block's number, if every expert has tokens
+// and one group. With fewer or more another block claims it, soon as well.
+constexpr u32 PREFETCHED_STEPS = 8;
+WEAVE_FN void prefetch_weights(const Launch& p, const Maps& maps) {
+  const u32 step = threadIdx.x & 31;
+  TaskSlot t = {};
+  t.kind = GATE_UP;
+  t.expert = blockIdx.x / p.chunks_up;
+  t.chunk = blockIdx.x % p.chunks_up;
+  if (step < PREFETCHED_STEPS && step * TILE_K < p.hidden && t.expert < p.experts) each_box(p, maps, t, step, PrefetchBox());
 }
 
 // One warp. `ticket`: lane 0's first claim of the first stage, issued before the plan was known.

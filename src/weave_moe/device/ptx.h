@@ -67,6 +67,21 @@ WEAVE_FN void tma_load(u32 dst, const TensorMap* m, u64* bar, u64 hint, int a, i
 }
 #undef WEAVE_TMA
 
+// The same box, as far as L2. What is outside the tensor is not asked for.
+#define WEAVE_TMA_PREFETCH(DIMS, COORDS) \
+  "cp.async.bulk.prefetch.tensor." DIMS ".L2.global.tile.L2::cache_hint [%0, {" COORDS "}], %1;"
+WEAVE_FN void tma_prefetch(const TensorMap* m, u64 hint, int a, int b, int c) {
+  asm volatile(WEAVE_TMA_PREFETCH("3d", "%2, %3, %4")::"l"(m), "l"(hint), "r"(a), "r"(b), "r"(c) : "memory");
+}
+WEAVE_FN void tma_prefetch(const TensorMap* m, u64 hint, int a, int b, int c, int d) {
+  asm volatile(WEAVE_TMA_PREFETCH("4d", "%2, %3, %4, %5")::"l"(m), "l"(hint), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+WEAVE_FN void tma_prefetch(const TensorMap* m, u64 hint, int a, int b, int c, int d, int e) {
+  asm volatile(WEAVE_TMA_PREFETCH("5d", "%2, %3, %4, %5, %6")::"l"(m), "l"(hint), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e)
+               : "memory");
+}
+#undef WEAVE_TMA_PREFETCH
+
 // From shared memory to a tensor; rows and columns outside it are dropped.
 WEAVE_FN void tma_store(const TensorMap* m, u32 src, int a, int b) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(m), "r"(a), "r"(b), "r"(src) : "memory");

@@ -10,7 +10,7 @@
 // for itself, because that is sooner done than told.
 // Many: a launch of its own leaves sums in memory, and the sort (many.h) chooses for its tokens before it counts them.
 #pragma once
-#include "config.h"
+#include "producer.h"
 
 namespace weave {
 
@@ -309,6 +309,8 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
       run_units(p, work, part, epoch);
       tickets.units.ask();
     }
+  // Memory has little to do until tokens have experts. From four slots an expert on 2 % of the experts have none.
+  if (threadIdx.x / 32 == WEIGHT_WARP && work.tokens * r.routing.top_k >= 4 * r.experts) prefetch_weights(p, b.maps);
   if (!may_go_on()) return true;
   const u32 tag = tag_of(not_earlier(epoch));
   bool ok = true;
