@@ -310,13 +310,14 @@ def test_more_tasks_than_a_queue_can_name_are_counted(
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 40, FEW_TOKENS + 1])
-def test_auto_is_the_plans_policy(recorder: Recorder, tokens: int) -> None:
+@pytest.mark.parametrize(("hidden", "inter"), [(64, 64), (512, 256), (256, 512), (512, 264)])
+def test_auto_is_the_plans_policy(recorder: Recorder, tokens: int, hidden: int, inter: int) -> None:
     from weave_moe.schedule import POLICY_CODES
 
-    p = recorder.run(bf16_case(tokens))[0].p
-    plan = choose_kernel(tokens=tokens, top_k=2, experts=4, hidden=64)
-    assert p.knobs.policy == POLICY_CODES[plan.policy]
-    assert plan.policy == ("counter" if tokens <= 16 else "steal")
+    p = recorder.run(bf16_case(tokens, hidden=hidden, intermediate=inter))[0].p
+    narrow = min(hidden, inter) <= 256 and tokens <= FEW_TOKENS
+    policy = "counter" if tokens <= 16 or narrow else "steal"
+    assert p.knobs.policy == POLICY_CODES[policy]
 
 
 def test_slabs_follow_each_other_through_every_tensor(

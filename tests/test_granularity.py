@@ -233,6 +233,20 @@ def test_the_widest_group_is_worth_its_registers(tokens: int, top_k: int, expert
     assert not smaller or tokens > smaller[-1]
 
 
+def test_layers_of_small_tasks_get_one_counter() -> None:
+    def policy(hidden: int, intermediate: int | None, tokens: int = 64) -> str:
+        sizes = {"hidden": hidden, "intermediate": intermediate}
+        return choose_kernel(tokens=tokens, top_k=8, experts=128, **sizes).policy
+
+    assert policy(2048, 256) == policy(256, 2048) == policy(256, None) == "counter"
+    assert policy(2048, 264) == policy(2048, None) == "steal"
+    # With many tokens a ticket is one task, and so "steal" is a counter itself.
+    assert policy(2048, 256, FEW_TOKENS + 1) == "steal"
+    for preset in PRESETS.values():
+        shape = preset.shape()
+        assert policy(shape.hidden, shape.intermediate) == "steal"
+
+
 def test_few_slots_get_finer_tiles() -> None:
     def tile(tokens: int) -> int:
         return choose_kernel(tokens=tokens, top_k=8, experts=128, hidden=2048).tile_m

@@ -843,7 +843,7 @@ class TestCompilers:
         fast = torch.compile(layer, backend="eager", fullgraph=True)
         # The compiler wraps what it finds raised.
         errors = (ValueError, torch._dynamo.exc.Unsupported)
-        with torch.no_grad(), pytest.raises(errors, match="workspace must be None under"):
+        with torch.no_grad(), pytest.raises(errors, match="workspace must be None where"):
             fast(torch.randn(3, 16))
 
     @pytest.mark.parametrize("name", ["auto", "host"])
@@ -891,18 +891,46 @@ class TestCompilers:
         assert graphs.operators() == [1]
 
 
+def _freed(value: torch.Tensor, kind: str) -> torch.Tensor:
+    """Like `value`, of a storage that was freed: all of it, or a part as a sharded parameter's, or
+    every second column."""
+    if kind == "part":
+        flat = torch.zeros(64 + value.numel(), dtype=value.dtype)
+        found = flat[64:].view_as(value)
+    elif kind == "strided":
+        found = value.repeat_interleave(2, dim=-1)[..., ::2]
+    else:
+        found = value.clone()
+    found.untyped_storage().resize_(0)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["whole", "part", "strided"])
 @pytest.mark.parametrize("name", ["x", "w13", "w2", "topk_weights", "topk_ids", "b2", "out"])
-def test_a_tensor_without_memory_is_named(name: str, backend: str) -> None:
-    """As those are whose storage was freed: backends are given addresses."""
-    if backend == "reference":
-        pytest.skip("torch's own operators say so, or need no memory")
+def test_a_tensor_whose_storage_was_freed_is_named(name: str, kind: str, backend: str) -> None:
+    if kind == "strided" and name in ("w13", "w2", "out"):
+        pytest.skip("it must be contiguous, and is told so")
     case = experts_case(4, biases=True)
     given = dict(zip(("x", "w13", "w2", "topk_weights", "topk_ids"), case.args, strict=True))
     given |= {"out": torch.empty_like(given["x"]), **case.options}
-    given[name] = given[name].clone()
-    given[name].untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=f"^{name} has no memory"):
+    given[name] = _freed(given[name], kind)
+    with pytest.raises(ValueError, match=f"^{name} has no memory: its storage was freed"):
         weave_moe.fused_experts(**given, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["router_weight", "router_logits", "selection_bias", "w13"])
+def test_a_layer_s_tensor_whose_storage_was_freed_is_named(name: str, backend: str) -> None:
+    case = experts_case(4)
+    x, w13, w2, *_ = case.args
+    experts = w2.size(0)
+    given = {"x": x, "w13": w13, "w2": w2, "selection_bias": torch.zeros(experts), **case.options}
+    if name == "router_logits":
+        given["router_logits"] = torch.zeros(4, experts)
+    else:
+        given["router_weight"] = torch.zeros(experts, x.size(1))
+    given[name] = _freed(given[name], "part")
+    with pytest.raises(ValueError, match=f"^{name} has no memory: its storage was freed"):
+        weave_moe.moe_layer(**given, routing=RoutingConfig(2), backend=backend)
 
 
 def test_a_tensor_that_stands_for_another_is_named(backend: str) -> None:
@@ -935,9 +963,77 @@ def test_modes_that_record_operators_see_one(backend: str, whole: bool) -> None:
         return y
 
     with torch.no_grad():
-        graph = make_fx(run)(x)
         other = torch.randn_like(x)
+        for how in ({}, {"tracing_mode": "fake", "_allow_non_fake_inputs": True}):
+            graph = make_fx(run, **how)(x)
+            assert torch.equal(graph(other), run(other))
+        graph = make_fx(run, pre_dispatch=True)(x)
         assert torch.equal(graph(other), run(other))
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_modes_that_record_operators_see_one_of_a_module(moved: bool) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    layer, x = _small_layer(shared_gate=True, backend="host"), torch.randn(9, 16)
+    gate = layer.shared_experts.gate_proj.weight
+    with torch.no_grad():
+        if moved:  # no longer end to end with up_proj's
+            gate.data = gate.data.clone()
+        before = gate.data_ptr()
+        for how in ({}, {"tracing_mode": "fake", "_allow_non_fake_inputs": True}):
+            graph = make_fx(lambda x: layer(x), **how)(x)
+            called = [str(node.target) for node in graph.graph.nodes]
+            assert [name for name in called if name.startswith("weave.")] == [
+                "weave.moe_layer.default"
+            ]
+            assert gate.data_ptr() == before
+            other = torch.randn_like(x)
+            assert torch.equal(graph(other), layer.eval()(other)) or moved
+            gate.data = gate.data.clone() if moved else gate.data
+            before = gate.data_ptr()
+
+
+def test_out_where_tensors_are_fake(backend: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if backend == "reference":
+        pytest.skip("it looks at ids")
+    case = experts_case(4)
+    with FakeTensorMode() as mode, torch.no_grad():
+        x, *others = (mode.from_tensor(value) for value in case.args)
+        out = torch.empty_like(x)
+        y = weave_moe.fused_experts(x, *others, out=out, backend=backend, **case.options)
+    assert y is out
+
+
+def test_modes_of_other_threads_and_modes_that_watch_change_nothing() -> None:
+    """What a thread records is its own; torch keeps one flag for all of them, which may stick."""
+    import threading
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    case, workspace = experts_case(4), weave_moe.Workspace()
+    entered, done = threading.Event(), threading.Event()
+
+    def record() -> None:
+        with FakeTensorMode():
+            entered.set()
+            done.wait(60)
+
+    assert not torch.compiler.is_compiling()
+    other = threading.Thread(target=record)
+    other.start()
+    try:
+        assert entered.wait(60)
+        options = {"workspace": workspace, "backend": "host", **case.options}
+        want = weave_moe.fused_experts(*case.args, **options)
+        with FlopCounterMode(display=False):
+            assert torch.equal(weave_moe.fused_experts(*case.args, **options), want)
+    finally:
+        done.set()
+        other.join()
 
 
 class TestCompiledBlocks:

@@ -32,6 +32,9 @@ class TestActivation:
     def test_swiglu_oai_is_the_clamped_one(self) -> None:
         assert Activation.parse("swiglu_oai") == Activation("silu", 1.702, 7.0, 1.0)
 
+    def test_the_largest_number_of_fp32_may_be_rounded(self) -> None:
+        assert Activation("silu", limit=3.4028235e38).limit == 3.4028235e38
+
     def test_an_activation_is_taken_as_it_is(self) -> None:
         act = Activation("silu", limit=10.0)
         assert Activation.parse(act) is act

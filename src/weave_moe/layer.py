@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import backends, ops
 from . import routing as routers
@@ -24,6 +23,7 @@ from .shapes import (
     check_experts,
     check_flag,
     dtype_name,
+    is_recorded,
     shared_call,
 )
 
@@ -35,13 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["MoELayer", "SharedExperts", "fused_experts", "moe_layer", "workspace_bytes"]
 
 
-def _is_traced() -> bool:
-    """Whether somebody is to see operators: a compiler, or a mode that records them (make_fx)."""
-    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-
-
 def _run(call: ExpertsCall, backend: str) -> Tensor:
-    if backend != "reference" and _is_traced():
+    if backend != "reference" and is_recorded():
         return _as_operator(call, backend)
     chosen = backends.choose(call, backend)
     return chosen.experts(call) if call.num_tokens else call.output()
@@ -51,7 +46,7 @@ def _run_layer(
     call: LayerCall, backend: str, return_routing: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y [T, H], weights, ids); the last two may be empty where return_routing is False."""
-    if call.experts.num_tokens and not _is_traced():
+    if call.experts.num_tokens and not is_recorded():
         whole = backends.whole(call, backend)
         if whole is not None:
             return whole.layer(call, return_routing)
@@ -61,7 +56,7 @@ def _run_layer(
 def _refuse_workspace(workspace: object) -> None:
     if workspace is not None:
         raise ValueError(
-            "workspace must be None under torch.compile and in a torch_dispatch mode, got a "
+            "workspace must be None where operators are recorded (torch.compile, make_fx), got a "
             "Workspace"
         )
 
@@ -600,7 +595,7 @@ class MoELayer(nn.Module):
             logits = options["router_logits"] = routers.router_logits(x, router, bias)
         else:
             options |= {"router_weight": router, "router_bias": bias}
-        if torch.compiler.is_compiling() and not self._trains(x, residual):
+        if is_recorded() and not self._trains(x, residual):
             result: Any = self._as_operator(x, w13, w2, options)
         else:
             result = moe_layer(
@@ -698,13 +693,14 @@ class MoELayer(nn.Module):
         w13, w2 = (part(self, name) for name in names)
         if not self.parts.transposed:
             return w13, w2
-        if torch.compiler.is_compiling():
+        if is_recorded():
             for name, weight in zip(names, (w13, w2), strict=True):
                 if not _is_row_major(weight):
                     raise ValueError(
-                        f"{name} must lie in memory as [E, columns, rows] under torch.compile and "
-                        "torch.export: call the layer once outside of them, which puts it into "
-                        f"that order; got strides {list(weight.stride())}"
+                        f"{name} must lie in memory as [E, columns, rows] where operators are "
+                        "recorded (torch.compile, torch.export, make_fx): call the layer once "
+                        "outside of them, which puts it into that order; got strides "
+                        f"{list(weight.stride())}"
                     )
             return w13.transpose(1, 2), w2.transpose(1, 2)
         return _row_major(w13), _row_major(w2)
@@ -747,7 +743,7 @@ def _end_to_end(gate: Tensor, up: Tensor) -> Tensor:
     """
     if (
         gate.is_meta
-        or torch.compiler.is_compiling()
+        or is_recorded()
         or (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad))
     ):
         return torch.cat((gate, up))

@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 __all__ = [
     "DTYPES",
@@ -25,6 +27,8 @@ __all__ = [
     "as_written",
     "check_experts",
     "check_shared",
+    "is_recorded",
+    "lacks_memory",
     "shared_call",
 ]
 
@@ -86,6 +90,9 @@ def check_count(name: str, value: object, least: int = 1) -> int:
     return value
 
 
+_BEYOND_FP32: Final = (2 - 2.0**-24) * 2.0**127  # the least that rounds to infinity
+
+
 def check_number(name: str, value: object) -> float:
     """`value` as a float if it is a number that fp32 has, however rounded; else TypeError or
     ValueError naming `name`."""
@@ -95,9 +102,31 @@ def check_number(name: str, value: object) -> float:
         number = float(value)
     except OverflowError:  # an int beyond float's range
         number = math.inf
-    if not abs(number) <= torch.finfo(torch.float32).max:
+    if not abs(number) < _BEYOND_FP32:
         raise ValueError(f"{name} must be finite in fp32, got {number}")
     return number
+
+
+def is_recorded() -> bool:
+    """Whether a call of this thread is not run but written down: by a compiler, or by a mode that
+    records operators or fakes tensors (make_fx, FakeTensorMode). Other modes only watch."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if _len_torch_dispatch_stack_pre_dispatch():  # type: ignore[no-untyped-call]
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def lacks_memory(value: Tensor) -> bool:
+    """Whether a tensor has elements and no memory: its storage was freed, or it stands for another
+    one (fake and functional tensors)."""
+    try:
+        base = value.data_ptr() - value.storage_offset() * value.element_size()
+    except RuntimeError:
+        return True
+    return base == 0 and value.numel() > 0
 
 
 def check_tensor(
@@ -118,10 +147,13 @@ def check_tensor(
     if value.layout is not torch.strided or value.is_nested:
         layout = "nested" if value.is_nested else value.layout
         raise ValueError(f"{name} must be a dense (strided) tensor, got layout {layout}")
-    # Its memory would hold the opposite of its values, and backends read memory. (A compiler cannot
-    # ask; the operator that it calls instead does.)
-    if not torch.compiler.is_compiling() and value.is_neg():
-        raise ValueError(f"{name} must not be a lazily negated view: pass {name}.resolve_neg()")
+    # What is recorded cannot be asked; the operator that is called instead asks.
+    if not is_recorded():
+        # Its memory would hold the opposite of its values, and backends read memory.
+        if value.is_neg():
+            raise ValueError(f"{name} must not be a lazily negated view: pass {name}.resolve_neg()")
+        if lacks_memory(value) and _is_freed(value):
+            raise ValueError(f"{name} has no memory: its storage was freed")
     if value.dim() != len(dims):
         raise ValueError(
             f"{name} must have shape [{', '.join(dims)}], got shape {list(value.shape)}"
@@ -136,6 +168,13 @@ def check_tensor(
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be on x's device {device}, got {value.device}")
     return value
+
+
+def _is_freed(value: Tensor) -> bool:
+    try:
+        return value.device.type != "meta" and value.untyped_storage().nbytes() == 0
+    except RuntimeError:  # it has none of its own
+        return False
 
 
 def check_size(name: str, value: Tensor, dim: int, size: int, meaning: str) -> None:
@@ -413,7 +452,7 @@ def _check_out(out: object, x: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 def check_out_apart(out: Tensor, inputs: dict[str, Tensor]) -> None:
     """ValueError, naming the input, if `out` shares memory with one of these and is not `residual`
     itself: inputs are still read when parts of the output are written."""
-    if torch.compiler.is_compiling():
+    if is_recorded():
         return  # there is no memory yet, and the graph copies the result where all has been read
     first, last = _span(out)
     for name, value in inputs.items():

@@ -219,9 +219,8 @@ class LayerCase:
         return self.with_(x=self.x[chosen], **changes)
 
     def _call(self, options: dict[str, Any]) -> Any:
-        return weave_moe.moe_layer(
-            self.x, self.w13, self.w2, **{"backend": TARGET.backend, **self.options, **options}
-        )
+        defaults = {"backend": TARGET.backend, "policy": "steal"}  # as of gpu_cases
+        return weave_moe.moe_layer(self.x, self.w13, self.w2, **defaults | self.options | options)
 
     def run(self, **options: Any) -> Tensor:
         """y."""

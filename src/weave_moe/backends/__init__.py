@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..routing import LayerCall
-from ..shapes import ExpertsCall, check_choice
+from ..shapes import ExpertsCall, check_choice, lacks_memory
 
 __all__ = ["NAMES", "Backend", "WholeLayer", "choose", "whole", "why_not"]
 
@@ -124,18 +124,12 @@ def _needs_grad(inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def _check_memory(tensors: Mapping[str, Tensor | None]) -> None:
-    """ValueError for the first that has elements and no memory: backends are given addresses."""
+    """ValueError for the first without: backends are given addresses."""
     for name, value in tensors.items():
-        if value is None or not value.numel():
-            continue
-        try:
-            there = value.data_ptr() != 0
-        except RuntimeError:  # it stands for another
-            there = False
-        if not there:
+        if value is not None and lacks_memory(value):
             raise ValueError(
-                f"{name} has no memory: its storage was freed, or it stands for a tensor that is "
-                "not there; pass one that holds its values, or backend='reference'"
+                f"{name} has no memory: it stands for a tensor that is not there; pass one that "
+                "holds its values, or backend='reference'"
             )
 
 

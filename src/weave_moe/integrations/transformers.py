@@ -32,7 +32,15 @@ from .. import backends, ops
 from ..blocks import _ACTIVATIONS, quantization_name
 from ..layer import MoELayer, _row_major, fused_experts
 from ..reference import activate
-from ..shapes import DTYPES, POLICIES, Activation, LayerShape, check_choice, dtype_name
+from ..shapes import (
+    DTYPES,
+    POLICIES,
+    Activation,
+    LayerShape,
+    check_choice,
+    dtype_name,
+    is_recorded,
+)
 from .fit import backend_problem, problem_of
 from .fuse import Optimized, optimize
 
@@ -284,7 +292,7 @@ def _weights(experts: Any, layout: _Layout) -> tuple[Tensor, Tensor] | str:
     w13, w2 = getattr(experts, layout.w13), experts.down_proj
     if not layout.transposed:
         return w13, w2
-    if torch.compiler.is_compiling():
+    if is_recorded():
         if not (_in_row_order(w13) and _in_row_order(w2)):
             return (
                 "its transposed weights are not in row order yet, and a compiler cannot put them "
@@ -304,7 +312,7 @@ def _problem(
     planned: bool = False,
 ) -> str | None:
     """Why experts of this layout do not run the layer on a device, gradients aside."""
-    tracing = torch.compiler.is_compiling()
+    tracing = is_recorded()
     if not tracing and (problem := _check_gate(experts, layout)):
         return problem
     # Where memory begins cannot be asked for while tracing, nor on the meta device.
@@ -350,7 +358,7 @@ def _run(
         return problem
     # Under autocast hidden states may be wider than the weights; grouped_mm casts them just so.
     x = hidden_states.to(w2.dtype)
-    if torch.compiler.is_compiling():
+    if is_recorded():
         y: Tensor = ops.OPERATOR(
             x,
             w13,

@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 
 from ..layer import fused_experts
 from ..ops import OPERATOR_OUT
-from ..shapes import DTYPES, Activation, LayerShape, dtype_name
+from ..shapes import DTYPES, Activation, LayerShape, dtype_name, is_recorded
 from .switch import BACKENDS, Verdict, fit_problem, make_kernels, other_method
 
 __all__ = ["WeaveExperts", "WeaveMoEMethod", "device_problem", "install", "problem_of"]
@@ -260,7 +260,7 @@ class WeaveExperts(modular.FusedMoEExpertsModular):  # type: ignore[misc]
         tensors = (hidden_states, w1, w2, topk_weights, topk_ids)
         interleaved = activation == _INTERLEAVED
         backend = BACKENDS[hidden_states.device.type]
-        if torch.compiler.is_compiling():
+        if is_recorded():
             # On GPUs vLLM hides the layer from the compiler; on CPUs it lets it look inside.
             OPERATOR_OUT(
                 output,

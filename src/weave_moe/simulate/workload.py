@@ -109,6 +109,7 @@ def make_workload(shape: LayerShape, topk_ids: Any, shared_bytes: int = 232_448)
         top_k=shape.top_k,
         experts=shape.experts,
         hidden=shape.hidden,
+        intermediate=shape.intermediate,
         shared_bytes=shared_bytes,
     )
     ids = ids.astype(np.int64)

@@ -152,6 +152,7 @@ def choose_plan(
         top_k=shape.top_k,
         experts=shape.experts,
         hidden=shape.hidden,
+        intermediate=shape.intermediate,
         shared_bytes=shared,
     )
     return KernelChoice(
