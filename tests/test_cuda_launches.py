@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weave_moe
-from fakes.launches import Recorder, bf16_case, layer_of
+from fakes.launches import H200, Recorder, bf16_case, layer_of
 from generators import ROUTINGS, generator
 from weave_moe.backends import cuda
 from weave_moe.routing import RoutingConfig
@@ -26,11 +27,24 @@ from weave_moe.schedule.granularity import FEW_TOKENS, choose_kernel
 from weave_moe.shapes import LayerShape
 
 
+@pytest.mark.parametrize("multiprocessors", [78, 114, 132])  # H20, H100 PCIe, H100 SXM and H200
 @pytest.mark.parametrize("tokens", [5, FEW_TOKENS + 1])
-def test_a_launch_has_a_block_for_each_multiprocessor(recorder: Recorder, tokens: int) -> None:
+def test_a_launch_has_a_block_for_each_multiprocessor(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, tokens: int, multiprocessors: int
+) -> None:
+    device = replace(H200, multiprocessors=multiprocessors)
+    monkeypatch.setattr(cuda, "_device", lambda index: device)
     (launch,) = recorder.run(bf16_case(tokens))
-    assert launch.blocks == launch.p.shared.workers == 132
+    assert launch.blocks == launch.p.shared.workers == multiprocessors
     assert launch.config.many == (tokens > FEW_TOKENS)
+    if launch.config.many:
+        sort, _, _ = recorder.all
+        assert sort.blocks == multiprocessors
+    # Each block has its queue of each stage before the counters of groups, in memory that is there.
+    shared, counters = launch.p.shared, recorder.buffers.counters
+    assert shared.up_done - shared.queue == 3 * 8 * multiprocessors
+    end = shared.down_done + 4 * shared.experts
+    assert end <= counters.data_ptr() + counters.numel()
 
 
 def test_few_tokens_take_one_launch(recorder: Recorder) -> None:

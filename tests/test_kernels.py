@@ -12,10 +12,11 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -47,6 +48,20 @@ try:
     nvrtc.version()
 except nvrtc.CompileError as error:
     pytest.skip(str(error), allow_module_level=True)
+
+
+def load_plants() -> ModuleType:
+    """tests/gpu/plants.py, whose folder is not on the path here."""
+    path = Path(__file__).parent / "gpu" / "plants.py"
+    spec = importlib.util.spec_from_file_location("plants", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+plants = load_plants()
 
 SERIALISED = re.compile(r"C75\d\d|serializ", re.IGNORECASE)
 REGISTER_FILE = 65_536  # registers of an SM
@@ -149,6 +164,8 @@ def representatives() -> dict[str, KernelConfig]:
         "router-fp32-many": config("qwen3-30b", 512, router="fp32", **fp16),
         "router-logits-many": config("qwen3-30b", 512, router="logits", shared=1, bias=True),
     }
+    # No plan has K ranges now. All of the parts' code is there at any width: one is enough.
+    extras |= {"k-ranges": replace(config("qwen3-30b", 1), split_k=True)}
     return found | extras
 
 
@@ -221,8 +238,7 @@ def test_the_list_is_short_enough_for_every_run() -> None:
     assert len(set(options)) == len(options)
     # And it has both sides of every option.
     for name in KernelConfig.__dataclass_fields__:
-        if name not in ("split_k",):
-            assert len({getattr(c, name) for c in CONFIGS.values()}) >= 2, name
+        assert len({getattr(c, name) for c in CONFIGS.values()}) >= 2, name
     routers = {(c.router, c.many) for c in CONFIGS.values()}
     assert routers == {(router, many) for router in kernel.ROUTERS for many in (False, True)}
     for router in kernel.ROUTERS:
@@ -345,6 +361,120 @@ def test_its_machine_code_loads_and_stores_as_its_options_say(compiled: Compiled
         # The router's x of many tokens comes through shared memory.
         copies = any(op.startswith("LDGSTS") for op in every[name])
         assert copies == (name == "weave_route"), name
+
+
+# --- memory orders ------------------------------------------------------------------------------
+
+FENCES = ("FENCE.VIEW.ASYNC", "MEMBAR.ALL.GPU", "MEMBAR.SC.GPU")
+"""Instructions that order what one block or proxy writes before what another one reads."""
+
+
+def fences_of(code: dict[str, list[str]]) -> dict[str, Counter[str]]:
+    """How many of each a kernel has, by its name; modifiers aside."""
+    return {
+        name: Counter(fence for op in ops for fence in FENCES if op.startswith(fence))
+        for name, ops in code.items()
+    }
+
+
+def fences_needed(chosen: KernelConfig) -> dict[str, Counter[str]]:
+    """What docs/kernel.md, "Memory order", comes to, counted by hand-overs and compiled widths."""
+    compiled = widths(chosen)
+    gated = chosen.activation != "relu2"
+    parts = 0
+    if chosen.many:
+        # Slots that a tile is handed over in, of 128 tokens if gated, else 64; none of fp32 rows.
+        halves = sum(-(-n // 128) for n in compiled)
+        wholes = sum(-(-n // 64) for n in compiled)
+        shared = halves * gated + wholes * (not gated) + wholes * (chosen.dtype == "bfloat16")
+        device = 2  # before rows are loaded; before a stored tile of gate_up is told of
+        releases = 1  # that tile
+    else:
+        gather = 0 if chosen.scale_x else GATHER_WIDTH
+        wide = chosen.width_cap > gather
+        # Rows of x that were copied by token; and the router's scratch, where TMA will write.
+        shared = sum(n <= gather for n in compiled) + (chosen.router != "none")
+        # Whoever wrote h, each width; the publisher; before rows are loaded; gathered rows.
+        device = len(compiled) + 1 + 1 + wide
+        releases = 2 + wide  # tiles of gate_up and of down; gathered rows
+        parts = len(compiled) * chosen.split_k
+    found = {
+        "weave_experts": {
+            "FENCE.VIEW.ASYNC": shared + device + 1,  # and one for the barriers' initial state
+            # A proxy fence for device memory is one of these as well. Leaving acquires and
+            # releases, and so does a finished K range.
+            "MEMBAR.ALL.GPU": device + releases + 1 + parts,
+            "MEMBAR.SC.GPU": 2 * parts,  # before and after the count of ranges
+        }
+    }
+    if chosen.many:
+        # Counts of a chunk, before one thread's release; that release; the last one out.
+        found |= {"weave_sort": {"MEMBAR.SC.GPU": 1, "MEMBAR.ALL.GPU": 2}, "weave_combine": {}}
+        if chosen.router in ("same", "fp32"):
+            found["weave_route"] = {}  # kernel boundaries order the rest
+    return {name: +Counter(counts) for name, counts in found.items()}
+
+
+needs_known_fences = pytest.mark.skipif(
+    not nvrtc.version().startswith("13."),
+    reason="how a fence is compiled is known of NVRTC 13",
+)
+
+
+@needs_known_fences
+def test_its_machine_code_has_each_fence_that_the_protocol_needs(compiled: Compiled) -> None:
+    assert fences_of(machine_code(compiled.cubin)) == fences_needed(compiled.config)
+
+
+def with_plant(
+    plant: Callable[[dict[str, str]], None], chosen: KernelConfig, folder: Path
+) -> dict[str, Counter[str]]:
+    """Fences of a kernel whose sources have a bug planted."""
+    sources = dict(kernel.device_sources())
+    plant(sources)
+    cubin = folder / "planted.cubin"
+    cubin.write_bytes(nvrtc.compile_cubin(sources["experts.cu"], sources, chosen.options())[0])
+    return fences_of(machine_code(cubin))
+
+
+FEWER = {
+    **{name: ("qwen3-30b-1", plant) for name, plant in plants.ORDERS.items()},
+    "last K range": (
+        "k-ranges",
+        plants.without("scheduler.h", "add_acq_rel(&s.part_done", "add_relaxed(&s.part_done"),
+    ),
+    "K ranges' sums": ("k-ranges", plants.without("consumer.h", "  __threadfence();\n")),
+    "departure": (
+        "qwen3-30b-1",
+        plants.without(
+            "scheduler.h", "add_acq_rel(&s.control->left", "add_relaxed(&s.control->left"
+        ),
+    ),
+    "router's scratch": ("router-same", plants.without("router.h", "fence_async_proxy_shared();")),
+    "staged tiles": (
+        "router-same-many",
+        plants.without("staging.h", "fence_async_proxy_shared();"),
+    ),
+    "stored tiles": ("router-same-many", plants.without("staging.h", "fence_async_proxy();")),
+    "a chunk's counts": (
+        "router-same-many",
+        plants.without(
+            "many.h", "__threadfence();  // each thread's counts, before one thread's release"
+        ),
+    ),
+}
+"""Planted bugs that results show only by luck, each with a kernel that has the line."""
+
+
+@needs_known_fences
+@pytest.mark.parametrize("bug", FEWER)
+def test_a_fence_that_is_taken_away_shows_in_the_machine_code(bug: str, tmp_path: Path) -> None:
+    name, plant = FEWER[bug]
+    needed, found = fences_needed(CONFIGS[name]), with_plant(plant, CONFIGS[name], tmp_path)
+    assert found.keys() == needed.keys()
+    assert found != needed
+    for name, counts in found.items():
+        assert counts <= needed[name], "a bug that adds fences is none of these"
 
 
 def test_python_has_the_launchs_fields_where_the_kernel_has_them() -> None:

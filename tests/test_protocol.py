@@ -1,8 +1,9 @@
 """The shipped scheduler core and CPU engine under stress, chosen schedules and sanitizers.
 
-Five ways of looking, from tests/native:
+Six ways of looking, from tests/native:
   plan_team      the plan built by several threads, as by a block
   stress         threads, a million tasks, random pauses; every task exactly once and in order
+  overlap        threads of two launches in one workspace: those too many are refused
   interleave     workers as fibers that switch at any atomic operation: all schedules with a few
                  preemptions, and random ones; deterministic, so a planted bug is always caught
   stress under ThreadSanitizer    data handed over without release and acquire
@@ -153,6 +154,37 @@ def test_the_engine_is_clean_under_address_and_undefined_sanitizer(builder: Buil
     program = builder.build("engine_driver.cpp", flags=(*ADDRESS, "-ffp-contract=off"), engine=True)
     status, output = run(program, 2, 40, SPINS)
     assert status == 0, output
+
+
+def test_a_worker_too_many_is_refused_and_the_launch_fails(builder: Builder) -> None:
+    status, output = run(builder.build("overlap.cpp"), 20)
+    assert status == 0, output
+    assert counts(output)["overlaps"] == 20 * 15
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "seen"),
+    [
+        ("< s.workers) return true;", "<= s.workers) return true;", "not as many entered"),
+        ("fail(s.control, OVERLAP);", "", ": .+"),
+        ("fail(s.control, OVERLAP);", "fail(s.control, PLAN_TIMEOUT);", "is not OVERLAP"),
+        ("or_relaxed(&c->left, LEFT_FAILED);", "", "takes the launch for one that succeeded"),
+        (
+            "cas_relaxed(&c->error, OK, error);",
+            "store_relaxed(&c->error, error);",
+            "took the first",
+        ),
+    ],
+)
+def test_catches_an_overlap_that_goes_unnoticed(
+    builder: Builder, right: str, wrong: str, seen: str
+) -> None:
+    # Unnoticed, nobody ends the wait for a plan: its limit does.
+    soon = Patch("scheduler.h", "if (looks >= s.spin_limit)", "if (looks >= 300)")
+    program = builder.build("overlap.cpp", [Patch("scheduler.h", right, wrong), soon])
+    status, output = run(program, 1)
+    assert status == 1
+    assert re.search(seen, output), output
 
 
 def plan_races(builder: Builder, patches: _Patches = ()) -> tuple[int, str]:

@@ -73,6 +73,13 @@ def test_no_time_of_a_wrong_result(path: Path) -> None:
             assert row.get("finite", True)
 
 
+def test_every_time_of_the_experts_has_its_99th_percentile() -> None:
+    timed = [row for row in rows(ROOT / "benchmarks/results/h200-experts.jsonl") if "us" in row]
+    assert timed
+    for row in timed:
+        assert row["p99_us"] >= row["us"] > 0, row
+
+
 def test_the_pages_say_what_the_results_say(report: ModuleType) -> None:
     for page, text in report.pages().items():
         assert page.read_text() == text, f"{page.name}: run python benchmarks/report.py"

@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import weave_moe
 from weave_moe.reference import experts_reference
 from weave_moe.runtime.kernel import KernelConfig
-from weave_moe.schedule.granularity import choose_kernel
+from weave_moe.schedule.granularity import KernelPlan, choose_kernel
 from weave_moe.shapes import Activation, LayerShape, check_experts
 
 POLICIES = ("counter", "steal", "static_strided", "static_expert", "static_tail", "window")
@@ -280,6 +281,19 @@ class Guarded:
         assert bool((self._whole[-self.BAND :] == 1.25).all()), "written beyond the end"
 
 
+def in_parts(patch: pytest.MonkeyPatch, up: int, down: int) -> None:
+    """From here on every plan of few tokens has so many K ranges."""
+    from weave_moe.backends import cuda
+
+    plan_for = cuda.plan_for
+
+    def divided(*args: Any, **options: Any) -> KernelPlan:
+        plan = plan_for(*args, **options)
+        return plan if plan.many else replace(plan, parts_up=up, parts_down=down)
+
+    patch.setattr(cuda, "plan_for", divided)
+
+
 def scratch_tensors() -> Iterable[Tensor]:
     """Every tensor of data that launches outside captures share: no counters, no plans.
     What is tagged may hold anything but the number of a launch that is still to come."""
@@ -312,22 +326,28 @@ def configs(
     interleaved: bool = False,
     router: str = "none",
     shared: int = 0,
+    parts: int = 1,
 ) -> set[KernelConfig]:
     """The kernels that calls of these sizes get; interleaved rows have none of their own.
 
     router: what they route from, of `ROUTERS`.  shared: Is, rows of each half of shared experts.
+    parts: K ranges, as `in_parts` makes plans have.
     """
     act = Activation.parse(activation)
     slices = -(-shared // s.intermediate)
     return {
         KernelConfig.of(
-            choose_kernel(
-                tokens=t,
-                top_k=s.top_k,
-                experts=s.experts,
-                hidden=s.hidden,
-                router=router != "none",
-                shared=slices,
+            replace(
+                choose_kernel(
+                    tokens=t,
+                    top_k=s.top_k,
+                    experts=s.experts,
+                    hidden=s.hidden,
+                    router=router != "none",
+                    shared=slices,
+                ),
+                parts_up=parts,
+                parts_down=parts,
             ),
             dtype=s.dtype,
             activation=act.kind,

@@ -1,13 +1,13 @@
 """The longer list: `pytest tests/gpu -m gpu_long`. Minutes, not seconds.
 
-A planted bug is one line of device code taken away. Of each it says what catches it: where that
-depends on time, on who runs when, it is luck, and the test is marked so.
+A planted bug is one line of device code taken away (plants.py). Of each it says what catches it:
+where that depends on time, on who runs when, it is luck, and the test is marked so. Those of memory
+orders tests/test_kernels.py catches without luck, in the machine code.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from gpu_cases import (
     shape,
     skewed,
 )
+from plants import CAUGHT, LUCKY, Patch
 
 import weave_moe
 from weave_moe.runtime import kernel
@@ -93,47 +94,6 @@ def test_a_thousand_replays(gpu: torch.device) -> None:
             graph.replay()
             wrong.add_((out != want[i % 8]).any())
         assert int(wrong) == 0, tokens
-
-
-Patch = Callable[[dict[str, str]], None]
-
-
-def without(file: str, text: str, instead: str = "") -> Patch:
-    """Replaces every occurrence of `text`, which must be there."""
-
-    def patch(sources: dict[str, str]) -> None:
-        assert text in sources[file], f"{file} no longer has {text!r}"
-        sources[file] = sources[file].replace(text, instead)
-
-    return patch
-
-
-CAUGHT = {
-    "counter not reset": without("scheduler.h", "store_relaxed(&s.down_done[i], 0u)", "(void)0"),
-    "gate_up not awaited": without(
-        "producer.h", "up_target(t.tokens, up ? 0 : b.p.chunks_up)", "0"
-    ),
-    "sort not awaited": without(
-        "many.h",
-        "!wait_for(p.shared, &control->counted, p.sort_chunks, PLAN_TIMEOUT)",
-        "false",
-    ),
-}
-LUCKY = {
-    "relaxed publication": without("memory.h", "red.release.gpu", "red.relaxed.gpu"),
-    "no fence for copies": without("consumer.h", "fence_async_proxy_shared();", ";"),
-    "no fence for rows": without(
-        "producer.h",
-        "fence_async_proxy();  // with few tokens the rows were ordinary stores",
-        "",
-    ),
-    "no fence of writers": without("consumer.h", "fence_async_proxy();", ";"),
-    "staging not awaited": without(
-        "staging.h",
-        "b.wait(&b.s.drained[warpgroup][slots.slot], slots.phase ^ 1)",
-        "true",
-    ),
-}
 
 
 STRESSED = (SMALL, shape(2048, 192, 64, 8))

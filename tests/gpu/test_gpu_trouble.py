@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from gpu_cases import (
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.gpu
 # One token whose gate_up takes far longer than the first look at its result.
 SLOW = shape(4096, 2048, 4, 1)
 expect(SLOW, [1])
-expect(SMALL, [12, 40, 1100])
+expect(SMALL, [1, 12, 40, 1100])
 
 
 def impatient() -> weave_moe.Workspace:
@@ -137,8 +139,37 @@ def test_launches_behind_one_that_gives_up(gpu: torch.device) -> None:
     assert same_bits(small.run(workspace=workspace), want)
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("workers", [1, 7])
+@pytest.mark.parametrize("tokens", [1, 40, 1100])
+def test_a_launch_that_meets_another_ones_workers_always_says_so(
+    gpu: torch.device, tokens: int, workers: int, residual: bool
+) -> None:
+    case = make(SMALL, tokens, routing=skewed, residual=residual)
+    want = check(case)
+    workspace = weave_moe.Workspace()
+    case.run(workspace=workspace)
+    torch.cuda.synchronize()
+    weave_moe.check()
+    held = workspace._cuda_buffers[gpu.index]  # type: ignore[attr-defined]
+    for _ in range(3):
+        # As a launch leaves it of which so many blocks have entered and none has left.
+        held.counters.view(torch.int32)[0] = workers
+        out = gives_up(case, workspace)
+        assert bool(out.isnan().all())
+        with pytest.raises(KernelError, match="two launches used one workspace at the same time"):
+            weave_moe.check()
+        weave_moe.check()  # said once
+        assert same_bits(case.run(workspace=workspace), want)
+        torch.cuda.synchronize()
+        weave_moe.check()
+
+
 @pytest.mark.parametrize("tokens", [40, 1100])
-def test_two_launches_in_one_workspace_are_detected(gpu: torch.device, tokens: int) -> None:
+def test_two_launches_in_one_workspace_are_right_or_detected(
+    gpu: torch.device, tokens: int
+) -> None:
+    # How often they meet is up to the hardware: never, with luck. What is wrong is always said.
     # Of different routings and inputs, so that one's plan is wrong for the other.
     cases = [make(SMALL, tokens, seed=seed, routing=skewed) for seed in range(2)]
     wants = [check(case) for case in cases]
@@ -149,7 +180,6 @@ def test_two_launches_in_one_workspace_are_detected(gpu: torch.device, tokens: i
     streams = [torch.cuda.Stream(gpu) for _ in range(2)]
     torch.cuda.synchronize()
     weave_moe.check()
-    detected = 0
     for _ in range(20):
         outs = [torch.ones_like(want) for _ in range(4)]
         torch.cuda.synchronize()
@@ -167,15 +197,11 @@ def test_two_launches_in_one_workspace_are_detected(gpu: torch.device, tokens: i
             for i, out in enumerate(outs):
                 assert same_bits(out, wants[i % 2]), "wrong, and nothing said so"
         else:
-            detected += 1
-            try:  # launches that ran on after the error was raised
+            with suppress(KernelError):  # launches that ran on after the error was raised
                 weave_moe.check()
-            except KernelError:
-                detected += 1
         assert same_bits(case.run(workspace=workspace), want)
         torch.cuda.synchronize()
         weave_moe.check()
-    print(f"overlaps detected: {detected} in 20 rounds")
 
 
 def test_an_error_does_not_reach_a_graph(gpu: torch.device) -> None:
