@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tables.layers import (
-    layer_table,
+    layer_tables,
     layer_words,
     load_layer,
     load_padded,
@@ -76,7 +76,7 @@ def layer_part(rows: Iterable[Row], folder: str) -> list[str]:
     cells, padded = load_layer(rows), load_padded(rows)
     if not cells:
         return []
-    parts = [layer_words(cells), layer_table(cells), rivals_words(cells), absent_words(cells)]
+    parts = [layer_words(cells), *layer_tables(cells), rivals_words(cells), absent_words(cells)]
     return [*parts, router_words(cells), padded_words(padded), picture("layer", folder)]
 
 

@@ -67,10 +67,12 @@ MODELS = [
 ]
 
 
-def make_cell(layer: ModuleType, model: str, tokens: int, captured: int | None = None) -> Any:
+def make_cell(
+    layer: ModuleType, model: str, tokens: int, captured: int | None = None, skew: float = 0.0
+) -> Any:
     sets = layer.make_sets(layer.MODELS[model], CPU)
     return layer.Cell(
-        layer.Case(model, tokens, captured), sets, layer.common.Rates(4.0, 700.0), CPU
+        layer.Case(model, tokens, captured, skew), sets, layer.common.Rates(4.0, 700.0), CPU
     )
 
 
@@ -162,6 +164,95 @@ def test_each_contestant_s_floor_is_of_what_it_computes(layer: ModuleType) -> No
     cell = make_cell(layer, "deepseek-v3", 16)
     floors = [cell.floor_of(n) for n in ("weave:experts", "weave:routed", "weave", "torch")]
     assert floors[0] < floors[1] < floors[2] == floors[3] == cell.floor
+
+
+# --- skewed routing -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 1024])
+@pytest.mark.parametrize("model", ["qwen3-30b", "mixtral", "deepseek-v3", "qwen3-next"])
+def test_a_skewed_layer_is_routed_as_the_experts_are(
+    full: ModuleType, model: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From hidden states and router weight alone, in bf16, with the models' numbers of experts."""
+    preset = full.MODELS[model]
+    small = replace(preset, hidden=4 * preset.experts, intermediate=16)
+    small = replace(small, shared_intermediate=16 if preset.shared_intermediate else 0)
+    monkeypatch.setattr(full, "MODELS", {model: small})
+    cell = make_cell(full, model, tokens, skew=1.2)
+    g = torch.Generator().manual_seed(3)
+    routes = [
+        full.common.route(tokens, preset.experts, preset.top_k, 1.2, g) for _ in range(cell.calls)
+    ]
+    drawn = full.common.cells.Cell(
+        full.Layer.of(small, "bfloat16"), cell.sets, cell.inputs, routes, None
+    )
+    assert cell.active == pytest.approx(drawn.active, rel=0.15)
+    assert cell.busiest == pytest.approx(drawn.busiest, rel=0.15)
+    assert cell.row["skew"] == 1.2
+    assert (cell.row["active"], cell.row["maxload"]) == (cell.active, cell.busiest)
+    even = make_cell(full, model, tokens)
+    assert even.row["skew"] == 0.0
+    assert cell.busiest > 1.3 * even.busiest
+    assert cell.active <= even.active
+    # The floor is of the experts that this routing touches.
+    args = small, tokens, cell.active, cell.rates, cell.wholes[0].of_router
+    assert cell.floor_of("weave:routed") == full.floor_us(*args)
+    size = cell.inputs[0].float().square().mean().sqrt()
+    assert 0.8 < size < 4, "hidden states are of the size of the even ones"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_contestants_are_right_under_skew(layer: ModuleType, model: str) -> None:
+    cell = make_cell(layer, model, 33, skew=1.2)
+    for functions in (
+        *(layer.make(name, {}, cell.preset, cell.wholes) for name in layer.OURS),
+        rival_of(layer, cell, experts_by(cell)),
+    ):
+        row: Row = {}
+        assert cell.check(functions, row), row
+        assert row["ids_agree"] == 1.0
+        assert row["rel_err"] < 1e-2
+
+
+def test_logits_are_what_was_drawn_but_for_the_rounding_of_hidden_states(
+    layer: ModuleType,
+) -> None:
+    preset = replace(layer.MODELS["gpt-oss-120b"], hidden=256)
+    w = layer.make_whole(preset, CPU, 0)
+    x = torch.randn(50, 256, dtype=torch.bfloat16)
+    y = layer.routed_as_drawn(x, w, preset.routing, 1.2, torch.Generator().manual_seed(5))
+    drawn, ids, weights = layer.common.route(50, 32, 4, 1.2, torch.Generator().manual_seed(5))
+    logits = layer.router_logits(y, w.router, w.router_bias)
+    assert (logits - (drawn - drawn.mean())).abs().max() < 0.03
+    got_weights, got = route(logits, preset.routing, None)
+    assert torch.equal(got[:, 0], ids[:, 0])
+    torch.testing.assert_close(got_weights, weights, atol=0.02, rtol=0.02)
+    # What the router does not see is x's.
+    router = w.router.float()
+    unseen = torch.eye(256) - torch.linalg.pinv(router) @ router
+    torch.testing.assert_close(y.float() @ unseen, x.float() @ unseen, atol=0.1, rtol=0.02)
+    wide = replace(preset, hidden=16)
+    with pytest.raises(ValueError, match="32 experts' logits cannot be chosen by 16 numbers"):
+        layer.routed_as_drawn(x[:, :16], layer.make_whole(wide, CPU, 0), preset.routing, 1.2, None)
+
+
+def test_a_run_tells_skews_apart(layer: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = ["--models", "mixtral", "--tokens", "3,9", "--out", str(out), "--commit", "c1"]
+    command += ["--cell-seconds", "0.01", "--contestants", "weave,weave:experts,torch"]
+    assert layer.main(command) == 0
+    assert {row["skew"] for row in rows_of(out)} == {0.0}
+    assert layer.main([*command, "--skews", "0,1.2", "--padded"]) == 0
+    rows = rows_of(out)
+    cells = [(r["T"], r["skew"], "valid" in r) for r in rows[::3]]
+    assert cells == [
+        *((3, 0.0, False), (9, 0.0, False), (3, 1.2, False), (9, 1.2, False), (5, 0.0, True)),
+    ]
+    assert all("us" in row for row in rows)
+    assert layer.main([*command, "--skews", "1.2,0"]) == 0
+    assert rows_of(out) == rows
+    assert str(layer.Case("a", 5, None, 1.2)) == "a T=5 skew 1.2"
 
 
 # --- rivals' routers ----------------------------------------------------------------------------

@@ -433,6 +433,34 @@ def test_the_report_of_the_whole_layer(report: ModuleType, whole: list[Row]) -> 
     assert "| b | 5 of 5 | 22.0 | 1.000 | 0.0 |" in details
 
 
+def test_skewed_cells_of_the_layer_have_a_table_and_count(
+    report: ModuleType, whole: list[Row], tmp_path: Path
+) -> None:
+    experts = [expert_row("a", 1, 0.0, "weave", 2.0)]
+    assert "Zipf" not in "".join(report.layer_part(whole, ""))
+    skewed = [row | {"skew": 1.2} for row in whole if row["model"] == "a" and "valid" not in row]
+    skewed = [row | {"us": row["us"] * 2} if "us" in row else row for row in skewed]
+    cells = report.load_layer([*whole, *skewed])
+    part = report.readme_section(experts, [], [*whole, *skewed]).split("**The whole layer**")[1]
+    assert "to output, even and Zipf 1.2 routing, replays" in part
+    even, below = part.split("Zipf 1.2 routing:")
+    assert "| a | 1 | 20.0 | 0.500 | 25.0 (vllm) | 1.25 | 4.5 | - |" in even
+    assert "| a | 1 | 40.0 | 0.250 | 50.0 (vllm) | 1.25 | 4.5 | - |" in below
+    assert "| b |" not in below
+    assert (
+        "Slower than the best rival in 2 of 9 cells: a T=4096 even (0.875), a T=4096 Zipf 1.2 "
+        "(0.875)." in below
+    )
+    assert "by routing: even 1.18, Zipf 1.2 1.11" in below
+    details = report.details_section(experts, [], [], [*whole, *skewed])
+    assert "| a | 64 | Zipf 1.2 | 10.0 | 80.0 | 67.5 | 100.0 | error | - |" in details
+    pytest.importorskip("matplotlib")
+    import plots
+
+    plots.layer(cells, tmp_path)
+    assert (tmp_path / "layer.png").stat().st_size > 0
+
+
 def test_padded_calls_are_no_cells_of_the_layer(report: ModuleType, whole: list[Row]) -> None:
     cells = report.load_layer(whole)
     assert {cell.tokens for cell in cells} == {1, 64, 4096}
