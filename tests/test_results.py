@@ -604,9 +604,23 @@ def test_rivals_that_were_not_asked_everywhere_are_named(report: ModuleType) -> 
     rows += made("b", 1, weave=1.0, x=None, y=8.0, z=None)
     cells = report.load_experts(rows)
     assert absent_words(cells) == (
-        "No time of x, z for b: they do not take such a layer, or did not run. "
-        "Without b the mean is 2.00."
+        "No time of x, z for b (did not run). Without b the mean is 2.00."
     )
+    errors = {"x": "its factory takes w13 and w2 alone, for a plain SwiGLU layer"}
+    errors["z"] = "CompilationError('def f("
+    for model in "bc":
+        rows += made(model, 2, weave=1.0, x=None, y=8.0, z=None)
+    for row in rows:
+        if row["contestant"] in errors and row["model"] != "a":
+            row["error"] = errors[row["contestant"]]
+    assert absent_words(report.load_experts(rows)) == (
+        "No time of x for b, c (not asked: our adapter covers plain SwiGLU layers); "
+        "z for b, c (did not run: CompilationError). Without b, c the mean is 2.00."
+    )
+    for row in rows:
+        if row["model"] != "a" and "error" in row:
+            row["error"] = "wrong result"
+    assert "No time of x, z for b, c (wrong result)." in absent_words(report.load_experts(rows))
     assert other_commits(cells) == ""
     next(rows for cell, rows in cells.items() if cell.model == "b")["weave"]["commit"] = "e" * 40
     assert other_commits(cells) == f" ({'e' * 12}: b even 1)"
