@@ -91,6 +91,7 @@ def test_counted_bytes_stand_beside_the_policies(report: ModuleType) -> None:
             (r["commit"], r["model"], r["T"], r["skew"], r["contestant"]): r["dram_over_min"]
             for r in rows
             if r["commit"] in timed and r["dram_over_min"] is not None
+            if not r.get("label") and not r.get("beside")
         }
         for rows in (report.read(report.FILES["counters"]), policies)
     )
@@ -279,6 +280,41 @@ def test_tables_by_policy(report: ModuleType, made_up: list[Row]) -> None:
     words = report.memory_words(cells)
     assert words.startswith("Up to 256 tokens `steal` 1.10, `counter` 1.10, ")
     assert "`static_expert` 1.30 to 1.42 times the least; above `steal` 64.10, " in words
+
+
+def test_counters_with_a_label_stand_beside_those_without(
+    report: ModuleType, made_up: list[Row]
+) -> None:
+    from tables.policies import labelled_table
+
+    def row(policy: str, label: str, over: float, **more: Any) -> Row:
+        made = policy_row(("a", 4096, 1.2), policy, 1.0)
+        return made | {"label": label, "dram_over_min": over, "l2_hit": over / 10} | more
+
+    plain = [row("steal", "", 2.0, ncu_us=10.0), row("counter", "", 1.5)]
+    assert labelled_table(plain) == labelled_table([]) == ""
+    hot = row("steal", "hot evict-last", 1.25, ncu_us=8.0)
+    line = "| `steal` | a | 4,096 | Zipf 1.2 | hot evict-last | "
+    assert labelled_table([*plain, hot]).splitlines()[2:] == [
+        line + "10.0 / 8.0 | 2.00 / 1.25 | 0.20 / 0.12 |"
+    ]
+    # Of another commit there is nothing beside it; of the same run rather than another one.
+    other = {**hot, "commit": "d" * 40}
+    assert line + "- / 8.0 | - / 1.25 | - / 0.12 |" in labelled_table([*plain, other])
+    beside = row("steal", "", 3.0, ncu_us=11.0, beside="evict-last")
+    for rows in ([*plain, beside, hot], [beside, *plain, hot]):
+        assert line + "11.0 / 8.0 | 3.00 / 1.25 |" in labelled_table(rows)
+        cells = report.load_counters(rows)
+        assert [r["dram_over_min"] for r in next(iter(cells.values())).values()] == [2.0, 1.5]
+    old = row("counter", "no hints", 9.0)
+    assert "| no hints | - / - | 1.50 / 9.00 |" in labelled_table([*plain, old])
+    page = report.details_section(
+        *([expert_row("a", 1, 0.0, "weave", 2.0)], made_up, []), counters=[*plain, beside, hot]
+    )
+    assert page.index("### Memory") < page.index("With and without what a label") < page.index(line)
+    rows = [expert_row("a", 1, 0.0, "weave", 2.0)]
+    page = report.details_section(rows, made_up, [], counters=plain)
+    assert "a label says" not in page
 
 
 def test_with_sms_held_only_what_took_turns_is_compared(
