@@ -690,3 +690,95 @@ def test_an_unknown_model_is_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     assert "--models must be some of qwen3-30b," in error
     assert error.endswith("got 'qwen'")
+
+
+# --- the committed rivals -----------------------------------------------------------------------
+
+INSTALLABLE = ["vllm", "triton_kernels", "flashinfer", "deepgemm"]
+
+
+def test_rivals_that_are_not_installed_are_rows_with_their_error(
+    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weave_moe.bench import contestants
+
+    monkeypatch.setattr(contestants.util, "find_spec", lambda name: None)
+    file, out = str(FOLDER / "rivals.py"), tmp_path / "rows.jsonl"
+    assert list(layer.experts.load_rivals(file)) == ["torch", *INSTALLABLE]
+    assert list(layer.load_rivals(file)) == ["torch", *INSTALLABLE]
+    command = ["--models", "mixtral,gpt-oss-120b", "--tokens", "3", "--out", str(out)]
+    command += ["--cell-seconds", "0.01", "--rivals", file, "--commit", "c"]
+    assert layer.main(command) == 0
+    errors = {(r["model"], r["contestant"]): r["error"] for r in rows_of(out) if "error" in r}
+    packages = ("vllm", "triton_kernels", "flashinfer-python", "deep_gemm")
+    assert errors == {
+        (model, name): f"{package} is not installed"
+        for model in ("mixtral", "gpt-oss-120b")
+        for name, package in zip(INSTALLABLE, packages, strict=True)
+    }
+    monkeypatch.setattr(layer.common, "MODELS", {"tiny": (64, 32, 8, 2)})
+    out.unlink()
+    command = ["--models", "tiny", "--tokens", "3", "--skews", "0", "--commit", "c"]
+    command += ["--contestants", ",".join(INSTALLABLE), "--out", str(out), "--rivals", file]
+    assert layer.experts.main(command) == 0
+    assert [r["error"] for r in rows_of(out)] == [f"{name} is not installed" for name in packages]
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b", "deepseek-v3", "gpt-oss-120b", "deepseek-v2-lite"])
+def test_installed_rivals_get_the_layer_and_a_fused_top_k(
+    layer: ModuleType, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins: an adapter that computes, and vLLM's top-k in torch."""
+    from fakes.packages import as_modules
+    from weave_moe.bench import contestants
+
+    used: list[str] = []
+
+    def topk_softmax(
+        weights: Tensor, ids: Tensor, places: Tensor, logits: Tensor, renormalize: bool = False
+    ) -> None:
+        used.append("softmax")
+        config = RoutingConfig(top_k=ids.shape[1], renormalize=renormalize)
+        found, chosen = route(logits, config)
+        weights.copy_(found)
+        ids.copy_(chosen)
+
+    def grouped_topk(
+        scores: Tensor,
+        num_expert_group: int,
+        topk_group: int,
+        topk: int,
+        renormalize: bool,
+        routed_scaling_factor: float,
+        bias: Tensor,
+        scoring_func: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        used.append("grouped")
+        assert scoring_func == 1
+        config = RoutingConfig(
+            topk,
+            "sigmoid",
+            renormalize=renormalize,
+            scaling_factor=routed_scaling_factor,
+            num_groups=num_expert_group,
+            topk_groups=topk_group,
+        )
+        return route(scores, config, bias)
+
+    ops = {"vllm._custom_ops": {"topk_softmax": topk_softmax, "grouped_topk": grouped_topk}}
+    for name, module in as_modules(ops).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(contestants, "installed", lambda rival: None)
+    rival = replace(contestants.RIVALS["vllm"], factory=contestants.grouped)
+    monkeypatch.setattr(contestants, "RIVALS", {**contestants.RIVALS, "vllm": rival})
+    cell = make_cell(layer, model, 17)
+    found = layer.load_rivals(str(FOLDER / "rivals.py"))
+    row: Row = {}
+    assert cell.check(layer.make("vllm", found, cell.preset, cell.wholes), row), row
+    assert "its own top-k" in row["note"]
+    assert set(used) == {"grouped" if model == "deepseek-v3" else "softmax"}
+    (w, *_), experts_alone = cell.wholes, layer.experts.load_rivals(str(FOLDER / "rivals.py"))
+    if model == "qwen3-30b":
+        logits, ids, weights = cell.routes[0]
+        y = experts_alone["vllm"](w.experts.w13, w.experts.w2)(cell.inputs[0], ids, weights, logits)
+        assert layer.cells.errors(y, cell.truth_of(Activation(), False))[1] < 2e-2
