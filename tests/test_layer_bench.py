@@ -220,14 +220,14 @@ def test_logits_are_what_was_drawn_but_for_the_rounding_of_hidden_states(
 ) -> None:
     preset = replace(layer.MODELS["gpt-oss-120b"], hidden=256)
     w = layer.make_whole(preset, CPU, 0)
-    x = torch.randn(50, 256, dtype=torch.bfloat16)
+    x = torch.randn(50, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     y = layer.routed_as_drawn(x, w, preset.routing, 1.2, torch.Generator().manual_seed(5))
     drawn, ids, weights = layer.common.route(50, 32, 4, 1.2, torch.Generator().manual_seed(5))
     logits = layer.router_logits(y, w.router, w.router_bias)
     assert (logits - (drawn - drawn.mean())).abs().max() < 0.03
     got_weights, got = route(logits, preset.routing, None)
-    assert torch.equal(got[:, 0], ids[:, 0])
-    torch.testing.assert_close(got_weights, weights, atol=0.02, rtol=0.02)
+    assert (got.sort(1).values == ids.sort(1).values).all(dim=1).float().mean() >= 0.94
+    assert (got_weights - weights).abs().max() < 0.02
     # What the router does not see is x's.
     router = w.router.float()
     unseen = torch.eye(256) - torch.linalg.pinv(router) @ router
