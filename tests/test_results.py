@@ -488,6 +488,9 @@ def test_skewed_cells_of_the_layer_have_a_table_and_count(
         "(0.875)." in below
     )
     assert "by routing: even 1.18, Zipf 1.2 1.11" in below
+    newer = [row | {"commit": "d" * 40} for row in skewed]
+    text = report.layer_part([*whole, *newer, newer[0] | {"T": 3}], "")[0]
+    assert " (dddddddddddd: Zipf 1.2); from hidden states" in text
     details = report.details_section(experts, [], [], [*whole, *skewed])
     assert "| a | 64 | Zipf 1.2 | 10.0 | 80.0 | 67.5 | 100.0 | error | - |" in details
     pytest.importorskip("matplotlib")

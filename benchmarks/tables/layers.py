@@ -130,12 +130,26 @@ def padded_table(rows: Iterable[Row]) -> str:
 
 
 def other_commits(cells: dict[Cell, Rows]) -> str:
-    """Which cells were not measured at the commit of most of them."""
+    """Which cells were not measured at the commit of most of the even ones."""
     by_commit: dict[str, list[Cell]] = {}
     for cell, rows in cells.items():
         by_commit.setdefault(next(iter(rows.values()))["commit"][:12], []).append(cell)
-    by_size = sorted(by_commit, key=lambda commit: -len(by_commit[commit]))
-    texts = [f"{commit}: {grouped(by_commit[commit])}" for commit in by_size[1:]]
+
+    def said(some: list[Cell]) -> str:
+        """A routing alone, where these are all of its cells."""
+        whole = [
+            routing
+            for routing in routings_of(some)
+            if all(cell in some for cell in cells if cell.routing == routing)
+        ]
+        rest = [cell for cell in some if cell.routing not in whole]
+        return "; ".join(text for text in (*whole, grouped(rest)) if text)
+
+    def even(commit: str) -> int:
+        return sum(cell.routing == EVEN for cell in by_commit[commit])
+
+    by_size = sorted(by_commit, key=lambda commit: (-even(commit), -len(by_commit[commit])))
+    texts = [f"{commit}: {said(by_commit[commit])}" for commit in by_size[1:]]
     return f" ({'; '.join(texts)})" if texts else ""
 
 
