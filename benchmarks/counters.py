@@ -11,7 +11,9 @@ that missed L2 counts as more, so the ratio of a kernel that reads nothing twice
 commit in --policies get dram_over_min and l2_hit; with --fill-only, from rows that are there.
 
 --label says what is special about a build or a setting, such as one without cache hints; rows with
-a label are kept, and not filled in.
+a label are kept, and not filled in. --hot-hint counts each policy's call again with that hint for
+L2 on weights that several groups of tokens read: rows with the label "hot evict-last", say, and
+beside them those of the same run without it.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ import policies
 import torch
 from common import Case, Cell, Row
 
+from weave_moe.backends import cuda
+
 READ = ("dram__bytes_read.sum", "dram__bytes_op_read.sum")
 """Names of one thing in different chips and versions; the first that has a value counts."""
 HIT_RATE = "lts__t_sector_hit_rate.pct"
@@ -43,6 +47,11 @@ CASES = (
     *(Case("qwen3-30b", tokens, skew) for tokens in (64, 256, 1024, 4096) for skew in (0.0, 1.2)),
     *(Case("mixtral", tokens, skew) for tokens in (64, 1024, 4096) for skew in (0.0, 1.2)),
 )
+HOT_HINTS = {
+    "evict-first": cuda._EVICT_FIRST,
+    "normal": cuda._EVICT_NORMAL,
+    "evict-last": cuda._EVICT_LAST,
+}
 ROOTS = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute")
 
 
@@ -91,6 +100,9 @@ def figures(kernels: list[dict[str, float]], least: float) -> Row:
     row["l2_hit"] = round(main[HIT_RATE] / 100, 4) if HIT_RATE in main else None
     hits = main[HITS] / main[SECTORS] if main.get(SECTORS) and HITS in main else None
     row["l2_read_hit"] = None if hits is None else round(hits, 4)
+    if kernels and all(DURATION in k for k in kernels):
+        # With empty caches, each kernel by itself: no time of the benchmarks.
+        row["ncu_us"] = round(sum(k[DURATION] for k in kernels) / 1e3, 1)
     return row
 
 
@@ -107,7 +119,7 @@ def fill(policy_rows: list[Row], counter_rows: Iterable[Row]) -> int:
     found = {
         (r["commit"], r["model"], r["T"], r["skew"], r.get("trace"), r["contestant"]): r
         for r in counter_rows
-        if not r.get("label") and r.get("dram_over_min") is not None
+        if not r.get("label") and not r.get("beside") and r.get("dram_over_min") is not None
     }
     filled = 0
     for row in policy_rows:
@@ -128,13 +140,27 @@ def fill_file(counters: Path, target: Path) -> None:
     print(f"{filled} rows of {target.name} have dram_over_min now")
 
 
+def with_hint(name: str, hint: str) -> str:
+    """What --counted calls a policy under a hint; "": none."""
+    return f"{name}@{hint}" if hint else name
+
+
+def functions_of(name: str, layers: list[common.Layer]) -> list:
+    """A policy's functions, one for each weight set, by what --counted calls it."""
+    policy, _, hint = name.partition("@")
+    variant = policies.Variant(policy)
+    workspace = policies.workspace_of(variant)
+    if hint:
+        workspace._hot_hint = HOT_HINTS[hint]
+    return policies.functions_of(variant, layers, workspace)
+
+
 def launch_counted(case: Case, names: list[str]) -> None:
     """What runs under ncu: each policy's call, once warmed up, between the profiler's marks."""
     device = common.the_device()
     layers = common.make_layers(case.model, device)[:1]
     cell = Cell(case, layers, common.Rates(1.0, 1.0), device)
-    variants = [policies.Variant(name) for name in names]
-    made = [policies.functions_of(v, layers, policies.workspace_of(v)) for v in variants]
+    made = [functions_of(name, layers) for name in names]
     for functions in made:
         cell.call(functions, 0)
     common.check_launches(device)
@@ -170,6 +196,10 @@ def count(ncu: str, case: Case, names: list[str]) -> tuple[list[dict[str, float]
     raise RuntimeError(problem)
 
 
+def label_of(label: str, hint: str) -> str:
+    return ", ".join(text for text in (label, f"hot {hint}" if hint else "") if text)
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -179,13 +209,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--skews", default=",".join(map(str, common.SKEWS)))
     parser.add_argument("--contestants", default=",".join(policies.POLICIES), help="policies")
     parser.add_argument("--label", default="", help="what is special about this build")
+    parser.add_argument("--hot-hint", default="", help=f"also with {', '.join(HOT_HINTS)}")
     parser.add_argument("--max-seconds", type=float, help="begin no cell that would end later")
     parser.add_argument("--out", default="counters.jsonl")
     parser.add_argument("--policies", help="result file of policies.py to fill in")
     parser.add_argument("--fill-only", action="store_true", help="measure nothing")
     parser.add_argument("--commit", default=None, help="the commit to name, where git is not there")
     parser.add_argument("--counted", nargs=4, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.hot_hint = [hint for hint in args.hot_hint.split(",") if hint]
+    for hint in args.hot_hint:
+        if hint not in HOT_HINTS:
+            parser.error(f"--hot-hint must be some of {', '.join(HOT_HINTS)}; got {hint!r}")
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -203,23 +239,28 @@ def main(arguments: list[str] | None = None) -> int:
         clock = common.Clock(args.max_seconds)
         commit = args.commit or common.git_commit()
         about = common.about(common.the_device(), commit, common.Rates(0.0, 0.0))
-        names = args.contestants.split(",")
+        hints = ["", *args.hot_hint]
+        runs = [(name, hint) for hint in hints for name in args.contestants.split(",")]
         for case in common.cases_of(args, CASES):
             if not clock.room():
                 print("out of time", flush=True)
                 break
-            kernels, active = count(ncu, case, names)
+            kernels, active = count(ncu, case, [with_hint(*run) for run in runs])
             least = common.minimum_bytes(case, active)
             cell = {"model": case.model, "T": case.tokens, "skew": case.skew, "active": active}
             rows = [
-                {**cell, "contestant": f"weave:{name}", "label": args.label}
+                {**cell, "contestant": f"weave:{name}", "label": label_of(args.label, hint)}
+                | ({"beside": ",".join(args.hot_hint)} if args.hot_hint and not hint else {})
                 | {"batch": policies.workspace_of(policies.Variant(name)).batch}
                 | figures(mine, least)
                 | about
-                for name, mine in zip(names, shared_out(kernels, len(names)), strict=True)
+                for (name, hint), mine in zip(runs, shared_out(kernels, len(runs)), strict=True)
             ]
             common.add_rows(out, rows)
-            texts = [f"{r['contestant']} {r['dram_over_min']} {r['l2_hit']}" for r in rows]
+            texts = [
+                f"{with_hint(r['contestant'], r['label'])} {r['dram_over_min']} {r['l2_hit']}"
+                for r in rows
+            ]
             print(f"[{clock.elapsed:5.0f} s] {case}: {'  '.join(texts)}", flush=True)
     if args.policies:
         fill_file(out, Path(args.policies))

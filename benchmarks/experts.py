@@ -16,10 +16,11 @@ evenly spread over the batch (`rows_checked`), together (`rel_err`) and each by 
 A cell whose row is already in the output file, for this commit, is skipped (--again runs it), so a
 run that --max-seconds ended goes on where it stopped.
 
-Rivals: `torch` (grouped_mm and torch operators) is built in. Others come from --rivals FILE.py,
-which defines RIVALS = {name: factory}; factory(w13, w2) returns f(x, ids, weights, logits) -> y and
-may set f.version, f.note and f.activation, a weave_moe.Activation of kind silu by which its result
-is checked, if that is not SwiGLU. (f.own_activation = True without it: its result is not compared.)
+Rivals: `torch` (grouped_mm and torch operators) is built in. Others come from --rivals FILE.py, as
+benchmarks/rivals.py for packages that are installed, which defines RIVALS = {name: factory};
+factory(w13, w2) returns f(x, ids, weights, logits) -> y and may set f.version, f.note and
+f.activation, a weave_moe.Activation of kind silu by which its result is checked, if that is not
+SwiGLU. (f.own_activation = True without it: its result is not compared.)
 """
 
 from __future__ import annotations

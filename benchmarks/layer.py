@@ -3,8 +3,9 @@
     python benchmarks/layer.py --out benchmarks/results/h200-layer.jsonl
 
 Timed as by experts.py (graphs of 8 calls or 4, inputs and weight sets in rotation, contestants in
-turn, medians), with routing as a random router weight gives it. Contestants get hidden states
-[T, H] and:
+turn, medians), with routing as a random router weight gives it, or with --skews, for other
+exponents than 0, as experts.py draws it: hidden states are chosen so that the router's product with
+them gives those logits, and nobody is told more. Contestants get hidden states [T, H] and:
 
     weave          one call of weave_moe.moe_layer: router, experts and shared experts
     weave:POLICY   the same under a policy
@@ -393,11 +394,16 @@ def make(
 
 
 class Case(NamedTuple):
-    """A model's layer on so many tokens; captured: that many in the call, None: no others."""
+    """A model's layer on so many tokens.
+
+    captured: that many in the call, None: no others.  skew: of the experts' popularity, Zipf's
+    exponent; 0: as the router's random weight gives it.
+    """
 
     model: str
     tokens: int
     captured: int | None = None
+    skew: float = 0.0
 
     @property
     def rows(self) -> int:
@@ -405,7 +411,33 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         of = "" if self.captured is None else f" of {self.captured}"
-        return f"{self.model} T={self.tokens}{of}"
+        skew = f" skew {self.skew:g}" if self.skew else ""
+        return f"{self.model} T={self.tokens}{of}{skew}"
+
+
+def routed_as_drawn(
+    x: Tensor, w: Whole, routing: RoutingConfig, skew: float, g: torch.Generator
+) -> Tensor:
+    """Hidden states whose router logits are those that `common.route` draws for the skew.
+
+    x, but for what the router sees of it: their parts in the space of its rows are exchanged.
+    Logits have the mean 0, or where the scores saturate (sigmoid) the k-th largest is about 0.
+    """
+    experts, hidden = w.router.shape
+    if experts > hidden:
+        raise ValueError(f"{experts} experts' logits cannot be chosen by {hidden} numbers a token")
+    logits, _, _ = common.route(len(x), experts, routing.top_k, skew, g)
+    assert logits is not None
+    if routing.scoring in ("softmax", "topk_softmax"):
+        logits = logits - logits.mean()
+    else:
+        logits = logits - torch.topk(logits, routing.top_k).values[:, -1].mean()
+    if w.router_bias is not None:
+        logits = logits - w.router_bias.float()
+    router, states = w.router.float(), x.float()
+    # Small, and so exact that only the rounding of x is left.
+    inverse = torch.linalg.inv((router @ router.t()).double().cpu()).float().to(x.device)
+    return (states + (logits - states @ router.t()) @ inverse @ router).to(x.dtype)
 
 
 class Cell(cells.Cell):
@@ -416,7 +448,7 @@ class Cell(cells.Cell):
     ) -> None:
         self.case, self.preset, self.wholes = case, MODELS[case.model], list(sets)
         g = torch.Generator(device=device)
-        g.manual_seed(case.tokens * 7)
+        g.manual_seed(case.tokens * 7 + int(case.skew * 10))
         shape = self.preset.shape(DTYPE)
         inputs, routes = [], []
         for i in range(common.calls_of(case.tokens)):
@@ -425,6 +457,10 @@ class Cell(cells.Cell):
             x[case.tokens :] = torch.nan
             x[: case.tokens].normal_(generator=g)
             w = sets[i % len(sets)]
+            if case.skew:
+                x[: case.tokens] = routed_as_drawn(
+                    x[: case.tokens], w, self.preset.routing, case.skew, g
+                )
             logits = router_logits(x[: case.tokens], w.router, w.router_bias)
             weights, ids = route(logits, self.preset.routing, w.selection_bias)
             inputs.append(x)
@@ -435,7 +471,7 @@ class Cell(cells.Cell):
         self.row = {"model": case.model, "T": case.rows}
         if case.captured is not None:
             self.row["valid"] = case.tokens
-        self.row |= {"skew": 0.0, "active": self.active, "maxload": self.busiest}
+        self.row |= {"skew": case.skew, "active": self.active, "maxload": self.busiest}
         self.row["floor_us"] = round(self.floor, 2)
         self._truths: dict[tuple[Activation, bool], Tensor] = {}
 
@@ -623,30 +659,31 @@ def missing(case: Case, names: Sequence[str], rows: Sequence[Row], commit: str) 
     done = {
         row["contestant"]
         for row in rows
-        if (row["commit"], row["model"], row["T"], row.get("valid"))
-        == (commit, case.model, case.rows, valid)
+        if (row["commit"], row["model"], row["T"], row.get("valid"), row["skew"])
+        == (commit, case.model, case.rows, valid, case.skew)
     }
     return [name for name in names if name not in done]
 
 
 def jobs_of(
     model: str,
-    tokens: Sequence[int],
+    cells: Sequence[tuple[int, float]],
     names: Sequence[str],
     padded: bool,
     rows: Sequence[Row],
     commit: str,
 ) -> list[Job]:
-    """What is still to be done of a model."""
+    """What is still to be done of a model; cells: numbers of tokens, and skews."""
     if not MODELS[model].shared_intermediate:  # it would be weave again
         names = [name for name in names if name != "weave:routed"]
     jobs = []
-    for count in tokens:
-        wanted = missing(Case(model, count), names, rows, commit)
+    for count, skew in cells:
+        case = Case(model, count, skew=skew)
+        wanted = missing(case, names, rows, commit)
         if set(wanted) & set(OURS):  # they are subtracted from each other, round by round
             wanted = [name for name in names if name in wanted or name in OURS]
         if wanted:
-            jobs.append(Job(Case(model, count), wanted))
+            jobs.append(Job(case, wanted))
     every = Job(Case(model, VALID), ["weave"], padded=True)
     if padded and any(missing(case, every.names, rows, commit) for case in every.cells()):
         jobs.append(every)
@@ -700,6 +737,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help='"" for none')
+    parser.add_argument("--skews", default="0", help="Zipf exponents, as 0,1.2")
     parser.add_argument("--padded", action="store_true", help=f"also {VALID} valid tokens of more")
     parser.add_argument("--contestants", help="by default ours, torch and all of --rivals")
     parser.add_argument("--rivals", help="a Python file that defines RIVALS")
@@ -728,7 +766,10 @@ def main(arguments: list[str] | None = None) -> int:
         compile_first(args)
         print(f"[{clock.elapsed:5.0f} s] compiled", flush=True)
         clock.passed_over()
-    names = args.contestants.split(",")
+    names, skews = args.contestants.split(","), common.skews_of(args)
+    if args.compile_only:
+        skews = skews[:1]  # other routings run the same code
+    cells = [(count, skew) for count in args.tokens for skew in skews]
     commit = args.commit or common.git_commit()
     out = Path(args.out)
     device = common.the_device()
@@ -736,7 +777,7 @@ def main(arguments: list[str] | None = None) -> int:
     about = common.about(device, commit, rates)
     present = [] if args.again else common.read_rows(out)
     for model in args.models:
-        jobs = jobs_of(model, args.tokens, names, args.padded, present, commit)
+        jobs = jobs_of(model, cells, names, args.padded, present, commit)
         if not jobs:
             continue
         preset = MODELS[model]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from report import DETAILS
+import report
 from tables.policies import idle_cells, over_steal
 from tables.rivals import best_rival, ratio_to_rival
 from tables.rows import EVEN, ORDER, SKEWED, Cell, Rows, geometric_mean, in_rows
@@ -154,13 +154,18 @@ def policies(jobs: Jobs, folder: Path) -> None:
 def layer(cells: dict[Cell, Rows], folder: Path) -> None:
     if not any(ratio_to_rival(rows) for rows in cells.values()):
         return
-    figure, (axis,) = panels(1, "The whole layer against the best rival", "times as fast")
-    axis.axhline(1, color="black", linewidth=0.8)
-    for i, (model, (xs, ys)) in enumerate(lines_of(cells, EVEN, ratio_to_rival).items()):
-        # From the seventh on, a colour comes again with another mark and dashes.
-        look = {"marker": MARKS[(i + i // 6) % 6], "color": COLOURS[i % 6], "markersize": 4}
-        axis.plot(xs, ys, label=model, linestyle="--" if i >= 6 else "-", **look)
-    by_tokens(axis, EVEN, tokens_of(cells))
+    routings = [r for r in (EVEN, SKEWED) if lines_of(cells, r, ratio_to_rival)]
+    models = list(dict.fromkeys(cell.model for cell in cells))
+    title = "The whole layer against the best rival"
+    figure, axes = panels(len(routings), title, "times as fast")
+    for axis, routing in zip(axes, routings, strict=True):
+        axis.axhline(1, color="black", linewidth=0.8)
+        for model, (xs, ys) in lines_of(cells, routing, ratio_to_rival).items():
+            i = models.index(model)
+            # From the seventh on, a colour comes again with another mark and dashes.
+            look = {"marker": MARKS[(i + i // 6) % 6], "color": COLOURS[i % 6], "markersize": 4}
+            axis.plot(xs, ys, label=model, linestyle="--" if i >= 6 else "-", **look)
+        by_tokens(axis, routing, tokens_of(cells))
     save(figure, folder, "layer")
 
 
@@ -168,7 +173,7 @@ def write(
     cells: dict[Cell, Rows], jobs: Jobs, whole: dict[Cell, Rows], folder: Path | None = None
 ) -> None:
     """All that there are results for."""
-    folder = DETAILS.parent if folder is None else folder
+    folder = report.DETAILS.parent if folder is None else folder
     rivals(cells, folder)
     floor(cells, folder)
     policies(jobs, folder)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tables.layers import (
-    layer_table,
+    layer_tables,
     layer_words,
     load_layer,
     load_padded,
@@ -33,6 +33,7 @@ from tables.policies import (
     held_table,
     held_words,
     knobs_table,
+    labelled_table,
     load_counters,
     load_policies,
     memory_table,
@@ -76,7 +77,7 @@ def layer_part(rows: Iterable[Row], folder: str) -> list[str]:
     cells, padded = load_layer(rows), load_padded(rows)
     if not cells:
         return []
-    parts = [layer_words(cells), layer_table(cells), rivals_words(cells), absent_words(cells)]
+    parts = [layer_words(cells), *layer_tables(cells), rivals_words(cells), absent_words(cells)]
     return [*parts, router_words(cells), padded_words(padded), picture("layer", folder)]
 
 
@@ -184,12 +185,21 @@ def details_section(
         ):
             if text:
                 parts += [title, text]
+    labelled = [row for row in counters if row["label"]]
     if counted:
+        plain = [row for row in counters if not row["label"] and not row.get("beside")]
         parts += [
             "### Memory",
-            f"{provenance(counters)}. {memory_words(counted)} Bytes read from DRAM over the least "
+            f"{provenance(plain)}. {memory_words(counted)} Bytes read from DRAM over the least "
             "possible / L2 hit rate, by the hardware counters:",
             memory_table(counted),
+        ]
+    if labelled:
+        parts += [
+            f'With and without what a label says ({provenance(labelled)}); "hot" is the hint for '
+            "L2 on weights that several groups of tokens read. Times under ncu are with empty "
+            "caches, of one kernel after the other: no times of a call.",
+            labelled_table(counters),
         ]
     if granularity:
         parts += [

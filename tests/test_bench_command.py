@@ -373,10 +373,24 @@ def liger_standin() -> dict[str, dict[str, object]]:
 
 
 def triton_kernels_standin() -> dict[str, dict[str, object]]:
+    def data_of(scales: Any, counts: Any, experts: int, k: int, tiles: Any) -> Any:
+        assert counts.dtype == torch.int32
+        assert torch.equal(tiles, counts)
+        assert len(counts) == experts
+        return SimpleNamespace(gate_scal=scales, counts=counts, k=k)
+
+    def indices(src_indx: torch.Tensor, dst_indx: torch.Tensor) -> Any:
+        assert src_indx.dtype == dst_indx.dtype == torch.int32
+        assert torch.equal(src_indx[dst_indx], torch.arange(len(src_indx)).int())
+        return src_indx
+
     def routing(logits: torch.Tensor, k: int) -> tuple[Any, Any, Any]:
+        assert k & (k - 1) == 0, "its kernels do not compile"
         top, ids = logits.topk(k, dim=1)
-        data = SimpleNamespace(ids=ids, gate_scal=top.softmax(1))
-        return data, "gather", "scatter"
+        order = ids.reshape(-1).argsort(stable=True).int()
+        counts = ids.reshape(-1).bincount(minlength=logits.shape[1])
+        data = SimpleNamespace(gate_scal=top.softmax(1).reshape(-1)[order], counts=counts, k=k)
+        return data, order, order.argsort().int()
 
     def matmul_ogs(
         x: torch.Tensor,
@@ -388,9 +402,8 @@ def triton_kernels_standin() -> dict[str, dict[str, object]]:
         fused_activation: Any = None,
         gammas: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        tokens, k = data.ids.shape
-        flat = data.ids.reshape(-1)
-        rows = x.repeat_interleave(k, 0) if gather_indx else x
+        flat = torch.arange(len(w)).repeat_interleave(data.counts)
+        rows = x if gather_indx is None else x[gather_indx // data.k]
         out = torch.einsum("sh,sho->so", rows, w[flat])
         if bias is not None:
             assert bias.dtype == torch.float32
@@ -399,9 +412,9 @@ def triton_kernels_standin() -> dict[str, dict[str, object]]:
             alpha, limit = fused_activation
             act = Activation("silu", alpha=alpha, limit=limit, up_offset=1.0)
             out = activate(out, act, interleaved=True)
-        if scatter_indx:
+        if scatter_indx is not None:
             assert gammas is not None
-            out = (out * gammas.reshape(-1)[:, None]).view(tokens, k, -1).sum(1)
+            out = (out * gammas[:, None])[scatter_indx].view(-1, data.k, w.shape[2]).sum(1)
         return out
 
     return {
@@ -410,7 +423,13 @@ def triton_kernels_standin() -> dict[str, dict[str, object]]:
             "FnSpecs": lambda *arguments: arguments,
             "FusedActivation": lambda specs, arguments, reduction: arguments,
         },
-        "triton_kernels.routing": {"routing": routing},
+        "triton_kernels.routing": {
+            "routing": routing,
+            "RoutingData": data_of,
+            "GatherIndx": indices,
+            "ScatterIndx": indices,
+            "compute_expt_data": lambda counts, experts, slots: counts.clone(),
+        },
         "triton_kernels.swiglu": {"swiglu_fn": None},
     }
 
@@ -521,6 +540,21 @@ def test_triton_kernels_is_held_to_its_own_activation(monkeypatch: pytest.Monkey
     act = Activation.parse("swiglu_oai")
     layer = Layer(LayerShape(64, 32, 8, 2, "float32"), act, interleaved=True)
     assert is_right(make_cell(layer, biases=True), rivals.triton_kernels)
+
+
+@pytest.mark.parametrize("top_k", [3, 6])
+def test_triton_kernels_gets_ids_where_its_top_k_does_not_compile(
+    top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, "triton_kernels")
+    layer = Layer(LayerShape(64, 32, 8, top_k, "float32"), unit_weights=False)
+    cell = make_cell(layer, tokens=13, weights=lambda w: w * 2.5)
+    functions = contestants.make(rivals.triton_kernels, layer, cell.sets)
+    assert not isinstance(functions, Exception)
+    assert "torch's sort of the slots" in functions[0].note
+    assert cell.check(functions, {})
+    _, ids, weights = cell.routes[0]
+    assert not functions[0](cell.inputs[0], ids, torch.zeros_like(weights), None).any()
 
 
 @pytest.mark.parametrize("name", [*STANDINS, "transformers-grouped_mm", "transformers-batched_mm"])

@@ -620,6 +620,7 @@ def test_counters_are_read_from_the_raw_page(counters: ModuleType) -> None:
     assert row["dram_bytes"] == 1_208_001_000
     assert row["dram_over_min"] == pytest.approx(1.0, abs=1e-4)
     assert (row["l2_hit"], row["l2_read_hit"]) == (0.3725, 0.25)
+    assert row["ncu_us"] == 300.0
     row = counters.figures(two, least=1208e6)
     assert row["dram_over_min"] == pytest.approx(2.0, abs=1e-4)
     assert (row["l2_hit"], row["l2_read_hit"]) == (None, None)
@@ -645,8 +646,9 @@ def test_ratios_go_into_rows_of_the_same_commit_cell_and_policy(
     ]
     measured = {**cell, "label": "", "dram_over_min": 1.2, "l2_hit": 0.5}
     labelled = {**measured, "label": "no hints", "dram_over_min": 9.0}
+    beside = {**measured, "beside": "evict-last", "dram_over_min": 8.0}
     rows = [plain, *others]
-    assert counters.fill(rows, [measured, labelled]) == 1
+    assert counters.fill(rows, [measured, labelled, beside]) == 1
     assert (plain["dram_over_min"], plain["l2_hit"]) == (1.2, 0.5)
     assert all(row["dram_over_min"] is None for row in others)
 
@@ -691,6 +693,66 @@ def test_one_command_counts_every_policy_and_fills_in(
     assert [r["dram_over_min"] for r in rows_of(out)] == want
     assert [r["dram_over_min"] for r in rows_of(table)] == want
     assert {r["l2_hit"] for r in rows_of(table)} == {0.5}
+
+
+def test_hot_hints_are_counted_beside_the_calls_without(
+    counters: ModuleType,
+    common: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ncu = tmp_path / "ncu"
+    ncu.write_text(FAKE_NCU.format(python=sys.executable))
+    ncu.chmod(0o755)
+    monkeypatch.setattr(counters, "find_ncu", lambda: str(ncu))
+    out = tmp_path / "counters.jsonl"
+    command = ["--models", "tiny", "--tokens", "5", "--skews", "0", "--commit", "c"]
+    command += ["--contestants", "steal,window", "--out", str(out)]
+    assert counters.main([*command, "--hot-hint", "evict-last,normal"]) == 0
+    rows = rows_of(out)
+    said = [(r["contestant"], r["label"], r.get("beside")) for r in rows]
+    assert said == [
+        *(("weave:steal", "", "evict-last,normal"), ("weave:window", "", "evict-last,normal")),
+        *(("weave:steal", "hot evict-last", None), ("weave:window", "hot evict-last", None)),
+        *(("weave:steal", "hot normal", None), ("weave:window", "hot normal", None)),
+    ]
+    assert [r["dram_bytes"] for r in rows] == [n * 1_000_000 for n in range(1, 7)]
+    assert counters.main([*command, "--label", "new"]) == 0
+    assert [r["label"] for r in rows_of(out)[6:]] == ["new", "new"]
+    assert not any("beside" in r for r in rows_of(out)[6:])
+    assert counters.main([*command, "--label", "new", "--hot-hint", "normal"]) == 0
+    assert rows_of(out)[-1]["label"] == "new, hot normal"
+    with pytest.raises(SystemExit):
+        counters.main([*command, "--hot-hint", "evict"])
+    assert "must be some of evict-first, normal, evict-last; got" in capsys.readouterr().err
+
+
+def test_a_hint_is_the_workspace_s_and_of_its_policy_alone(
+    counters: ModuleType,
+    policies: ModuleType,
+    common: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from weave_moe.backends import cuda
+
+    made: list[Any] = []
+    real = policies.functions_of
+
+    def logged(variant: Any, layers: Any, workspace: Any) -> Any:
+        made.append((variant.policy, getattr(workspace, "_hot_hint", None)))
+        return real(variant, layers, workspace)
+
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(policies, "functions_of", logged)
+    names = "steal,window,steal@evict-last,window@evict-first,steal@normal"
+    assert counters.main(["--counted", "tiny", "5", "0", names]) == 0
+    assert made == [
+        *(("steal", None), ("window", None), ("steal", cuda._EVICT_LAST)),
+        *(("window", cuda._EVICT_FIRST), ("steal", cuda._EVICT_NORMAL)),
+    ]
 
 
 def test_what_is_counted_is_a_call_of_each_policy_after_a_first_one(

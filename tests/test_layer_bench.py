@@ -67,10 +67,12 @@ MODELS = [
 ]
 
 
-def make_cell(layer: ModuleType, model: str, tokens: int, captured: int | None = None) -> Any:
+def make_cell(
+    layer: ModuleType, model: str, tokens: int, captured: int | None = None, skew: float = 0.0
+) -> Any:
     sets = layer.make_sets(layer.MODELS[model], CPU)
     return layer.Cell(
-        layer.Case(model, tokens, captured), sets, layer.common.Rates(4.0, 700.0), CPU
+        layer.Case(model, tokens, captured, skew), sets, layer.common.Rates(4.0, 700.0), CPU
     )
 
 
@@ -162,6 +164,95 @@ def test_each_contestant_s_floor_is_of_what_it_computes(layer: ModuleType) -> No
     cell = make_cell(layer, "deepseek-v3", 16)
     floors = [cell.floor_of(n) for n in ("weave:experts", "weave:routed", "weave", "torch")]
     assert floors[0] < floors[1] < floors[2] == floors[3] == cell.floor
+
+
+# --- skewed routing -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 1024])
+@pytest.mark.parametrize("model", ["qwen3-30b", "mixtral", "deepseek-v3", "qwen3-next"])
+def test_a_skewed_layer_is_routed_as_the_experts_are(
+    full: ModuleType, model: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From hidden states and router weight alone, in bf16, with the models' numbers of experts."""
+    preset = full.MODELS[model]
+    small = replace(preset, hidden=4 * preset.experts, intermediate=16)
+    small = replace(small, shared_intermediate=16 if preset.shared_intermediate else 0)
+    monkeypatch.setattr(full, "MODELS", {model: small})
+    cell = make_cell(full, model, tokens, skew=1.2)
+    g = torch.Generator().manual_seed(3)
+    routes = [
+        full.common.route(tokens, preset.experts, preset.top_k, 1.2, g) for _ in range(cell.calls)
+    ]
+    drawn = full.common.cells.Cell(
+        full.Layer.of(small, "bfloat16"), cell.sets, cell.inputs, routes, None
+    )
+    assert cell.active == pytest.approx(drawn.active, rel=0.15)
+    assert cell.busiest == pytest.approx(drawn.busiest, rel=0.15)
+    assert cell.row["skew"] == 1.2
+    assert (cell.row["active"], cell.row["maxload"]) == (cell.active, cell.busiest)
+    even = make_cell(full, model, tokens)
+    assert even.row["skew"] == 0.0
+    assert cell.busiest > 1.3 * even.busiest
+    assert cell.active <= even.active
+    # The floor is of the experts that this routing touches.
+    args = small, tokens, cell.active, cell.rates, cell.wholes[0].of_router
+    assert cell.floor_of("weave:routed") == full.floor_us(*args)
+    size = cell.inputs[0].float().square().mean().sqrt()
+    assert 0.8 < size < 4, "hidden states are of the size of the even ones"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_contestants_are_right_under_skew(layer: ModuleType, model: str) -> None:
+    cell = make_cell(layer, model, 33, skew=1.2)
+    for functions in (
+        *(layer.make(name, {}, cell.preset, cell.wholes) for name in layer.OURS),
+        rival_of(layer, cell, experts_by(cell)),
+    ):
+        row: Row = {}
+        assert cell.check(functions, row), row
+        assert row["ids_agree"] == 1.0
+        assert row["rel_err"] < 1e-2
+
+
+def test_logits_are_what_was_drawn_but_for_the_rounding_of_hidden_states(
+    layer: ModuleType,
+) -> None:
+    preset = replace(layer.MODELS["gpt-oss-120b"], hidden=256)
+    w = layer.make_whole(preset, CPU, 0)
+    x = torch.randn(50, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    y = layer.routed_as_drawn(x, w, preset.routing, 1.2, torch.Generator().manual_seed(5))
+    drawn, ids, weights = layer.common.route(50, 32, 4, 1.2, torch.Generator().manual_seed(5))
+    logits = layer.router_logits(y, w.router, w.router_bias)
+    assert (logits - (drawn - drawn.mean())).abs().max() < 0.03
+    got_weights, got = route(logits, preset.routing, None)
+    assert (got.sort(1).values == ids.sort(1).values).all(dim=1).float().mean() >= 0.94
+    assert (got_weights - weights).abs().max() < 0.02
+    # What the router does not see is x's.
+    router = w.router.float()
+    unseen = torch.eye(256) - torch.linalg.pinv(router) @ router
+    torch.testing.assert_close(y.float() @ unseen, x.float() @ unseen, atol=0.1, rtol=0.02)
+    wide = replace(preset, hidden=16)
+    with pytest.raises(ValueError, match="32 experts' logits cannot be chosen by 16 numbers"):
+        layer.routed_as_drawn(x[:, :16], layer.make_whole(wide, CPU, 0), preset.routing, 1.2, None)
+
+
+def test_a_run_tells_skews_apart(layer: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = ["--models", "mixtral", "--tokens", "3,9", "--out", str(out), "--commit", "c1"]
+    command += ["--cell-seconds", "0.01", "--contestants", "weave,weave:experts,torch"]
+    assert layer.main(command) == 0
+    assert {row["skew"] for row in rows_of(out)} == {0.0}
+    assert layer.main([*command, "--skews", "0,1.2", "--padded"]) == 0
+    rows = rows_of(out)
+    cells = [(r["T"], r["skew"], "valid" in r) for r in rows[::3]]
+    assert cells == [
+        *((3, 0.0, False), (9, 0.0, False), (3, 1.2, False), (9, 1.2, False), (5, 0.0, True)),
+    ]
+    assert all("us" in row for row in rows)
+    assert layer.main([*command, "--skews", "1.2,0"]) == 0
+    assert rows_of(out) == rows
+    assert str(layer.Case("a", 5, None, 1.2)) == "a T=5 skew 1.2"
 
 
 # --- rivals' routers ----------------------------------------------------------------------------
@@ -599,3 +690,95 @@ def test_an_unknown_model_is_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     assert "--models must be some of qwen3-30b," in error
     assert error.endswith("got 'qwen'")
+
+
+# --- the committed rivals -----------------------------------------------------------------------
+
+INSTALLABLE = ["vllm", "triton_kernels", "flashinfer", "deepgemm"]
+
+
+def test_rivals_that_are_not_installed_are_rows_with_their_error(
+    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weave_moe.bench import contestants
+
+    monkeypatch.setattr(contestants.util, "find_spec", lambda name: None)
+    file, out = str(FOLDER / "rivals.py"), tmp_path / "rows.jsonl"
+    assert list(layer.experts.load_rivals(file)) == ["torch", *INSTALLABLE]
+    assert list(layer.load_rivals(file)) == ["torch", *INSTALLABLE]
+    command = ["--models", "mixtral,gpt-oss-120b", "--tokens", "3", "--out", str(out)]
+    command += ["--cell-seconds", "0.01", "--rivals", file, "--commit", "c"]
+    assert layer.main(command) == 0
+    errors = {(r["model"], r["contestant"]): r["error"] for r in rows_of(out) if "error" in r}
+    packages = ("vllm", "triton_kernels", "flashinfer-python", "deep_gemm")
+    assert errors == {
+        (model, name): f"{package} is not installed"
+        for model in ("mixtral", "gpt-oss-120b")
+        for name, package in zip(INSTALLABLE, packages, strict=True)
+    }
+    monkeypatch.setattr(layer.common, "MODELS", {"tiny": (64, 32, 8, 2)})
+    out.unlink()
+    command = ["--models", "tiny", "--tokens", "3", "--skews", "0", "--commit", "c"]
+    command += ["--contestants", ",".join(INSTALLABLE), "--out", str(out), "--rivals", file]
+    assert layer.experts.main(command) == 0
+    assert [r["error"] for r in rows_of(out)] == [f"{name} is not installed" for name in packages]
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b", "deepseek-v3", "gpt-oss-120b", "deepseek-v2-lite"])
+def test_installed_rivals_get_the_layer_and_a_fused_top_k(
+    layer: ModuleType, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins: an adapter that computes, and vLLM's top-k in torch."""
+    from fakes.packages import as_modules
+    from weave_moe.bench import contestants
+
+    used: list[str] = []
+
+    def topk_softmax(
+        weights: Tensor, ids: Tensor, places: Tensor, logits: Tensor, renormalize: bool = False
+    ) -> None:
+        used.append("softmax")
+        config = RoutingConfig(top_k=ids.shape[1], renormalize=renormalize)
+        found, chosen = route(logits, config)
+        weights.copy_(found)
+        ids.copy_(chosen)
+
+    def grouped_topk(
+        scores: Tensor,
+        num_expert_group: int,
+        topk_group: int,
+        topk: int,
+        renormalize: bool,
+        routed_scaling_factor: float,
+        bias: Tensor,
+        scoring_func: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        used.append("grouped")
+        assert scoring_func == 1
+        config = RoutingConfig(
+            topk,
+            "sigmoid",
+            renormalize=renormalize,
+            scaling_factor=routed_scaling_factor,
+            num_groups=num_expert_group,
+            topk_groups=topk_group,
+        )
+        return route(scores, config, bias)
+
+    ops = {"vllm._custom_ops": {"topk_softmax": topk_softmax, "grouped_topk": grouped_topk}}
+    for name, module in as_modules(ops).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(contestants, "installed", lambda rival: None)
+    rival = replace(contestants.RIVALS["vllm"], factory=contestants.grouped)
+    monkeypatch.setattr(contestants, "RIVALS", {**contestants.RIVALS, "vllm": rival})
+    cell = make_cell(layer, model, 17)
+    found = layer.load_rivals(str(FOLDER / "rivals.py"))
+    row: Row = {}
+    assert cell.check(layer.make("vllm", found, cell.preset, cell.wholes), row), row
+    assert "its own top-k" in row["note"]
+    assert set(used) == {"grouped" if model == "deepseek-v3" else "softmax"}
+    (w, *_), experts_alone = cell.wholes, layer.experts.load_rivals(str(FOLDER / "rivals.py"))
+    if model == "qwen3-30b":
+        logits, ids, weights = cell.routes[0]
+        y = experts_alone["vllm"](w.experts.w13, w.experts.w2)(cell.inputs[0], ids, weights, logits)
+        assert layer.cells.errors(y, cell.truth_of(Activation(), False))[1] < 2e-2

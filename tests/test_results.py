@@ -98,6 +98,7 @@ def test_counted_bytes_stand_beside_the_policies(report: ModuleType) -> None:
             (r["commit"], r["model"], r["T"], r["skew"], r["contestant"]): r["dram_over_min"]
             for r in rows
             if r["commit"] in timed and r["dram_over_min"] is not None
+            if not r.get("label") and not r.get("beside")
         }
         for rows in (report.read(report.FILES["counters"]), policies)
     )
@@ -288,6 +289,41 @@ def test_tables_by_policy(report: ModuleType, made_up: list[Row]) -> None:
     assert "`static_expert` 1.30 to 1.42 times the least; above `steal` 64.10, " in words
 
 
+def test_counters_with_a_label_stand_beside_those_without(
+    report: ModuleType, made_up: list[Row]
+) -> None:
+    from tables.policies import labelled_table
+
+    def row(policy: str, label: str, over: float, **more: Any) -> Row:
+        made = policy_row(("a", 4096, 1.2), policy, 1.0)
+        return made | {"label": label, "dram_over_min": over, "l2_hit": over / 10} | more
+
+    plain = [row("steal", "", 2.0, ncu_us=10.0), row("counter", "", 1.5)]
+    assert labelled_table(plain) == labelled_table([]) == ""
+    hot = row("steal", "hot evict-last", 1.25, ncu_us=8.0)
+    line = "| `steal` | a | 4,096 | Zipf 1.2 | hot evict-last | "
+    assert labelled_table([*plain, hot]).splitlines()[2:] == [
+        line + "10.0 / 8.0 | 2.00 / 1.25 | 0.20 / 0.12 |"
+    ]
+    # Of another commit there is nothing beside it; of the same run rather than another one.
+    other = {**hot, "commit": "d" * 40}
+    assert line + "- / 8.0 | - / 1.25 | - / 0.12 |" in labelled_table([*plain, other])
+    beside = row("steal", "", 3.0, ncu_us=11.0, beside="evict-last")
+    for rows in ([*plain, beside, hot], [beside, *plain, hot]):
+        assert line + "11.0 / 8.0 | 3.00 / 1.25 |" in labelled_table(rows)
+        cells = report.load_counters(rows)
+        assert [r["dram_over_min"] for r in next(iter(cells.values())).values()] == [2.0, 1.5]
+    old = row("counter", "no hints", 9.0)
+    assert "| no hints | - / - | 1.50 / 9.00 |" in labelled_table([*plain, old])
+    page = report.details_section(
+        *([expert_row("a", 1, 0.0, "weave", 2.0)], made_up, []), counters=[*plain, beside, hot]
+    )
+    assert page.index("### Memory") < page.index("With and without what a label") < page.index(line)
+    rows = [expert_row("a", 1, 0.0, "weave", 2.0)]
+    page = report.details_section(rows, made_up, [], counters=plain)
+    assert "a label says" not in page
+
+
 def test_with_sms_held_only_what_took_turns_is_compared(
     report: ModuleType, made_up: list[Row]
 ) -> None:
@@ -440,6 +476,37 @@ def test_the_report_of_the_whole_layer(report: ModuleType, whole: list[Row]) -> 
     assert "| b | 5 of 5 | 22.0 | 1.000 | 0.0 |" in details
 
 
+def test_skewed_cells_of_the_layer_have_a_table_and_count(
+    report: ModuleType, whole: list[Row], tmp_path: Path
+) -> None:
+    experts = [expert_row("a", 1, 0.0, "weave", 2.0)]
+    assert "Zipf" not in "".join(report.layer_part(whole, ""))
+    skewed = [row | {"skew": 1.2} for row in whole if row["model"] == "a" and "valid" not in row]
+    skewed = [row | {"us": row["us"] * 2} if "us" in row else row for row in skewed]
+    cells = report.load_layer([*whole, *skewed])
+    part = report.readme_section(experts, [], [*whole, *skewed]).split("**The whole layer**")[1]
+    assert "to output, even and Zipf 1.2 routing, replays" in part
+    even, below = part.split("Zipf 1.2 routing:")
+    assert "| a | 1 | 20.0 | 0.500 | 25.0 (vllm) | 1.25 | 4.5 | - |" in even
+    assert "| a | 1 | 40.0 | 0.250 | 50.0 (vllm) | 1.25 | 4.5 | - |" in below
+    assert "| b |" not in below
+    assert (
+        "Slower than the best rival in 2 of 9 cells: a T=4096 even (0.875), a T=4096 Zipf 1.2 "
+        "(0.875)." in below
+    )
+    assert "by routing: even 1.18, Zipf 1.2 1.11" in below
+    newer = [row | {"commit": "d" * 40} for row in skewed]
+    text = report.layer_part([*whole, *newer, newer[0] | {"T": 3}], "")[0]
+    assert " (dddddddddddd: Zipf 1.2); from hidden states" in text
+    details = report.details_section(experts, [], [], [*whole, *skewed])
+    assert "| a | 64 | Zipf 1.2 | 10.0 | 80.0 | 67.5 | 100.0 | error | - |" in details
+    pytest.importorskip("matplotlib")
+    import plots
+
+    plots.layer(cells, tmp_path)
+    assert (tmp_path / "layer.png").stat().st_size > 0
+
+
 def test_padded_calls_are_no_cells_of_the_layer(report: ModuleType, whole: list[Row]) -> None:
     cells = report.load_layer(whole)
     assert {cell.tokens for cell in cells} == {1, 64, 4096}
@@ -583,9 +650,23 @@ def test_rivals_that_were_not_asked_everywhere_are_named(report: ModuleType) -> 
     rows += made("b", 1, weave=1.0, x=None, y=8.0, z=None)
     cells = report.load_experts(rows)
     assert absent_words(cells) == (
-        "No time of x, z for b: they do not take such a layer, or did not run. "
-        "Without b the mean is 2.00."
+        "No time of x, z for b (did not run). Without b the mean is 2.00."
     )
+    errors = {"x": "its factory takes w13 and w2 alone, for a plain SwiGLU layer"}
+    errors["z"] = "CompilationError('def f("
+    for model in "bc":
+        rows += made(model, 2, weave=1.0, x=None, y=8.0, z=None)
+    for row in rows:
+        if row["contestant"] in errors and row["model"] != "a":
+            row["error"] = errors[row["contestant"]]
+    assert absent_words(report.load_experts(rows)) == (
+        "No time of x for b, c (not asked: our adapter covers plain SwiGLU layers); "
+        "z for b, c (did not run: CompilationError). Without b, c the mean is 2.00."
+    )
+    for row in rows:
+        if row["model"] != "a" and "error" in row:
+            row["error"] = "wrong result"
+    assert "No time of x, z for b, c (wrong result)." in absent_words(report.load_experts(rows))
     assert other_commits(cells) == ""
     next(rows for cell, rows in cells.items() if cell.model == "b")["weave"]["commit"] = "e" * 40
     assert other_commits(cells) == f" ({'e' * 12}: b even 1)"

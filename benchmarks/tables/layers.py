@@ -42,11 +42,26 @@ def load_padded(rows: Iterable[Row]) -> list[Row]:
     return [row for named in found.values() for row in named.values()]
 
 
-def layer_table(cells: dict[Cell, Rows]) -> str:
+def routings_of(cells: Iterable[Cell]) -> list[str]:
+    """Those that cells have, even routing first."""
+    return sorted({cell.routing for cell in cells}, key=lambda routing: (routing != EVEN, routing))
+
+
+def layer_tables(cells: dict[Cell, Rows]) -> list[str]:
+    """A table of the even cells, and one of each other routing with its name above it."""
+    parts = []
+    for routing in routings_of(cells):
+        table = layer_table(cells, routing)
+        if table:
+            parts += [table] if routing == EVEN else [f"{routing} routing:", table]
+    return parts
+
+
+def layer_table(cells: dict[Cell, Rows], routing: str = EVEN) -> str:
     """A row a model and token count."""
     lines = []
     for model, tokens in in_rows(cells):
-        rows = cells.get(Cell(model, tokens, EVEN), {})
+        rows = cells.get(Cell(model, tokens, routing), {})
         ours, rival, ratio = rows.get("weave", {}), best_rival(rows), ratio_to_rival(rows)
         if "us" in ours:
             line = [
@@ -115,12 +130,26 @@ def padded_table(rows: Iterable[Row]) -> str:
 
 
 def other_commits(cells: dict[Cell, Rows]) -> str:
-    """Which cells were not measured at the commit of most of them."""
+    """Which cells were not measured at the commit of most of the even ones."""
     by_commit: dict[str, list[Cell]] = {}
     for cell, rows in cells.items():
         by_commit.setdefault(next(iter(rows.values()))["commit"][:12], []).append(cell)
-    by_size = sorted(by_commit, key=lambda commit: -len(by_commit[commit]))
-    texts = [f"{commit}: {grouped(by_commit[commit])}" for commit in by_size[1:]]
+
+    def said(some: list[Cell]) -> str:
+        """A routing alone, where these are all of its cells."""
+        whole = [
+            routing
+            for routing in routings_of(some)
+            if all(cell in some for cell in cells if cell.routing == routing)
+        ]
+        rest = [cell for cell in some if cell.routing not in whole]
+        return "; ".join(text for text in (*whole, grouped(rest)) if text)
+
+    def even(commit: str) -> int:
+        return sum(cell.routing == EVEN for cell in by_commit[commit])
+
+    by_size = sorted(by_commit, key=lambda commit: (-even(commit), -len(by_commit[commit])))
+    texts = [f"{commit}: {said(by_commit[commit])}" for commit in by_size[1:]]
     return f" ({'; '.join(texts)})" if texts else ""
 
 
@@ -136,7 +165,8 @@ def layer_words(cells: dict[Cell, Rows]) -> str:
     )
     text = (
         f"{provenance(used)}{other_commits(cells)}; from hidden states and router weight to "
-        "output, even routing, replays of CUDA graphs, contestants in turn in one process, "
+        f"output, {' and '.join(routings_of(cells))} routing, replays of CUDA graphs, contestants "
+        "in turn in one process, "
         f"microseconds a call. {floor_words(used)} Router and shared experts count in it."
     )
     if rivals:

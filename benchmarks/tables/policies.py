@@ -355,9 +355,44 @@ def knobs_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
 
 
 def load_counters(rows: Iterable[Row]) -> dict[Cell, Rows]:
-    """Rows by cell and policy, without those of builds or settings that have a label."""
-    found: dict[Cell, Rows] = newest((r for r in rows if not r["label"]), cell_of, policy_of)
+    """Rows by cell and policy, without those of builds or settings that have a label.
+
+    Nor those of the same run that only stand beside labelled ones.
+    """
+    plain = (row for row in rows if not row["label"] and not row.get("beside"))
+    found: dict[Cell, Rows] = newest(plain, cell_of, policy_of)
     return found
+
+
+def labelled_table(rows: Iterable[Row]) -> str:
+    """Counters with a label, each beside the row without one of the same commit."""
+
+    def figures(row: Row) -> list[str]:
+        return [
+            *(figure(row, "ncu_us", ".1f"), figure(row, "dram_over_min", ".2f")),
+            figure(row, "l2_hit", ".2f"),
+        ]
+
+    def about(row: Row) -> tuple[str, Cell, str]:
+        return row["commit"], cell_of(row), policy_of(row)
+
+    rows = list(rows)
+    plain: dict[tuple[str, Cell, str], Row] = {}
+    for row in rows:
+        # Of the very same run, if there is one.
+        if not row["label"] and (row.get("beside") or not plain.get(about(row), {}).get("beside")):
+            plain[about(row)] = row
+    found: dict[tuple[Cell, str, str], Row] = {}
+    for row in rows:
+        if row["label"]:
+            found[cell_of(row), policy_of(row), row["label"]] = row
+    lines = []
+    for (cell, policy, label), row in found.items():
+        pair = zip(figures(plain.get(about(row), {})), figures(row), strict=True)
+        name = [f"`{policy}`", cell.model, f"{cell.tokens:,}", cell.routing, label]
+        lines.append([*name, *(f"{without} / {with_it}" for without, with_it in pair)])
+    head = ["policy", "model", "tokens", "routing", "label", "us under ncu, without / with it"]
+    return markdown([*head, "DRAM bytes over the least", "L2 hit rate"], lines) if lines else ""
 
 
 def memory_table(cells: dict[Cell, Rows]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 from .rows import (
@@ -176,22 +177,46 @@ def rivals_said(rows: Iterable[Row]) -> str:
     return f"Rivals: {'; '.join(texts)}." if texts else ""
 
 
+NOT_ASKED = "its factory takes w13 and w2 alone"
+"""How layer.py's error begins where our adapter of a rival does not take the layer."""
+
+
+def why_absent(row: Row) -> str:
+    """Why a row has no time: an exception, a wrong result, or what was not asked for."""
+    error = row.get("error", "")
+    if error.startswith(NOT_ASKED):
+        return "not asked: our adapter covers plain SwiGLU layers"
+    raised = re.match(r"(\w+)\(", error)
+    if raised:
+        return f"did not run: {raised[1]}"
+    return error or "did not run"
+
+
 def absent_words(cells: dict[Cell, Rows]) -> str:
-    """Which rivals have no time in a whole model, and the mean without models that most lack."""
+    """Which rivals have no time in a whole model, and why; the mean without models most lack."""
     models: dict[str, set[str]] = {}
     rivals: dict[str, None] = {}
+    reasons: dict[tuple[str, str], str] = {}
     for cell, rows in cells.items():
         timed = models.setdefault(cell.model, set())
         for name, row in rows.items():
             if not name.startswith("weave"):
                 rivals[name] = None
                 timed |= {name} if "us" in row else set()
+                reasons[cell.model, name] = why_absent(row)
     lacks = {model: [n for n in rivals if n not in timed] for model, timed in models.items()}
     lacks = {model: names for model, names in lacks.items() if names}
     if not lacks:
         return ""
-    texts = [f"{', '.join(names)} for {model}" for model, names in lacks.items()]
-    text = f"No time of {'; '.join(texts)}: they do not take such a layer, or did not run."
+    named: dict[tuple[str, str], list[str]] = {}
+    for model, names in lacks.items():
+        why: dict[str, list[str]] = {}
+        for name in names:
+            why.setdefault(reasons.get((model, name), "not timed"), []).append(name)
+        for reason, some in why.items():
+            named.setdefault((", ".join(some), reason), []).append(model)
+    texts = [f"{some} for {', '.join(of)} ({reason})" for (some, reason), of in named.items()]
+    text = f"No time of {'; '.join(texts)}."
     most = {model for model, names in lacks.items() if 2 * len(names) > len(rivals)}
     rest = [r for cell, r in ratios_to_rival(cells).items() if cell.model not in most]
     if most and rest:

@@ -138,23 +138,44 @@ def vllm(layer: Layer, w: Weights) -> Contestant:
     return Contestant(f, _version("vllm"), note)
 
 
+def _sorted_by_expert(package: Any, ids: Tensor, weights: Tensor, experts: int) -> Any:
+    """triton_kernels' routing data, gather and scatter indices, of ids and weights [T, k]."""
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True).int()
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(flat), dtype=torch.int32, device=ids.device)
+    counts = torch.zeros(experts, dtype=torch.int32, device=ids.device)
+    counts.scatter_add_(0, flat.long(), torch.ones_like(counts[:1]).expand(len(flat)))
+    tiles = package.compute_expt_data(counts, experts, len(flat))
+    scales = weights.reshape(-1)[order]
+    data = package.RoutingData(scales, counts, experts, ids.shape[1], tiles)
+    gather = package.GatherIndx(src_indx=order, dst_indx=place)
+    return data, gather, package.ScatterIndx(src_indx=place, dst_indx=order)
+
+
 def triton_kernels(layer: Layer, w: Weights) -> Contestant:
-    """OpenAI's triton_kernels, routing itself from logits; its SwiGLU adds 1 to the up half."""
+    """OpenAI's triton_kernels; its SwiGLU adds 1 to the up half.
+
+    It routes itself from logits, but where top-k is no power of two, for which its kernels do not
+    compile: there it gets the ids and weights, and torch sorts the slots.
+    """
     if layer.activation.kind != "silu" or layer.weight_on_input or layer.skips:
         raise Unsupported("only for SwiGLU, with weights on the output and no empty slots")
-    if not layer.unit_weights:
+    top_k, act = layer.shape.top_k, layer.activation
+    routes = top_k & (top_k - 1) == 0
+    if routes and not layer.unit_weights:
         raise Unsupported(
             "it routes by a softmax over the top-k, and these weights do not add to 1"
         )
     try:
         matmul = import_module("triton_kernels.matmul_ogs")
-        routing = import_module("triton_kernels.routing").routing
+        package = import_module("triton_kernels.routing")
+        routing = package.routing
         swiglu = import_module("triton_kernels.swiglu").swiglu_fn
     except ImportError as error:
         raise Unsupported(
             f"its interface here is another than matmul_ogs and routing ({error})"
         ) from error
-    top_k, act = layer.shape.top_k, layer.activation
     w13, b13, b2 = w.w13, w.b13, w.b2
     if not layer.interleaved:
         w13 = torch.stack(w13.chunk(2, dim=1), dim=2).reshape(w13.shape)
@@ -168,9 +189,12 @@ def triton_kernels(layer: Layer, w: Weights) -> Contestant:
     )
 
     def f(x: Tensor, ids: Tensor, weights: Tensor, logits: Tensor | None) -> Tensor:
-        if logits is None:
+        if not routes:
+            data, gather, scatter = _sorted_by_expert(package, ids, weights, len(up))
+        elif logits is None:
             raise Unsupported("it routes from logits, and there are none")
-        data, gather, scatter = routing(logits, top_k)
+        else:
+            data, gather, scatter = routing(logits, ids.shape[1])
         h = matmul.matmul_ogs(x, up, b13, data, gather_indx=gather, fused_activation=fused)
         y: Tensor = matmul.matmul_ogs(
             h, down, b2, data, scatter_indx=scatter, gammas=data.gate_scal
@@ -178,7 +202,8 @@ def triton_kernels(layer: Layer, w: Weights) -> Contestant:
         return y
 
     own = Activation("silu", alpha=act.alpha, limit=act.limit, up_offset=1.0)
-    note = "routing from logits, product with SwiGLU (up + 1), product with weighted sum"
+    first = "routing from logits" if routes else "torch's sort of the slots (its own takes 2^n)"
+    note = f"{first}, product with SwiGLU (up + 1), product with weighted sum"
     return Contestant(f, _version("triton_kernels"), note, activation=own)
 
 
