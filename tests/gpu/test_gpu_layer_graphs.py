@@ -30,7 +30,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 
-expect_layers([*SHORT.values(), *WHOLE.values()])
+expect_layers([*SHORT.values(), *WHOLE.values(), LAYERS["given logits"]])
 
 
 def recorded(case: LayerCase, **options: Any) -> Callable[[LayerCase, int], tuple[Tensor, ...]]:
@@ -148,17 +148,29 @@ def launches(work: Callable[[], Any]) -> int:
     return kinds.count(0)  # CU_GRAPH_NODE_TYPE_KERNEL
 
 
+def launches_of_a_call(call: Callable[[], Any]) -> int:
+    """Of one more call in a graph: the setting up of the first one's buffers is not counted."""
+    call()  # compiled and loaded
+    return launches(lambda: [call() for _ in range(3)]) - launches(lambda: [call(), call()])
+
+
 @pytest.mark.parametrize("tokens", EACH)
 @pytest.mark.parametrize("name", SHORT)
 def test_numbers_of_launches(gpu: torch.device, name: str, tokens: int) -> None:
     case = make_layer(SHORT[name], tokens)
-    case.run()
+    # Logits, sort, experts, combine.
+    assert launches_of_a_call(case.run) == (1 if tokens <= 256 else 4)
+    padded = case.with_(num_valid_tokens=torch.tensor(tokens // 2, device=gpu))
+    # With room for many, the launch for few goes before them, and the device chooses.
+    assert launches_of_a_call(padded.run) == (1 if tokens <= 256 else 5)
 
-    def several(times: int) -> int:
-        return launches(lambda: [case.run() for _ in range(times)])
 
-    # One call more, so that the first one's setting up of its buffers is not counted.
-    assert several(3) - several(2) in ((1,) if tokens <= 256 else (1, 2, 3, 4))
+@pytest.mark.parametrize("tokens", EACH)
+def test_given_logits_need_no_launch_of_their_own(gpu: torch.device, tokens: int) -> None:
+    case = make_layer(LAYERS["given logits"], tokens)
+    assert launches_of_a_call(case.run) == (1 if tokens <= 256 else 3)
+    padded = case.with_(num_valid_tokens=torch.tensor(tokens // 2, device=gpu))
+    assert launches_of_a_call(padded.run) == (1 if tokens <= 256 else 4)
 
 
 @pytest.mark.parametrize("tokens", EACH)
