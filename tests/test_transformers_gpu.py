@@ -111,7 +111,7 @@ def test_every_row_that_asks_for_the_same_experts_is_eagers(
     # others by 0.2 to 1.5; at least 92 % of all rows are alike, and of many tokens 42 % untouched.
     error = off(ours, eager)
     assert float(error[untouched].max()) < 0.15
-    assert float(error[untouched].quantile(0.9)) < 0.05
+    assert float(error[untouched].quantile(0.9)) < 0.04
     assert float(alike.float().mean()) > 0.8
     if size[0] > 3:
         assert float(untouched.float().mean()) > 0.15
