@@ -28,8 +28,16 @@ class TestUnavailable:
         ("case", "reason"),
         [
             (bf16_case(dtype=torch.float32), "float32; the kernel takes bfloat16 and float16"),
-            (bf16_case(hidden=60), "hidden is 60"),
-            (bf16_case(intermediate=36), "intermediate is 36"),
+            (
+                bf16_case(hidden=60),
+                "hidden is 60; rows must be a multiple of 16 bytes, so of 8 elements: pad x and "
+                "the weights with zeros to 64, or take backend='reference'",
+            ),
+            (
+                bf16_case(intermediate=36),
+                "intermediate is 36; rows must be a multiple of 16 bytes, so of 8 elements: pad "
+                "the weights with zeros to 40, or take backend='reference'",
+            ),
             (bf16_case(hidden=8, intermediate=8, experts=1025), "1025 experts; at most 1,024"),
             (bf16_case(top_k=17), "top_k is 17; at most 16"),
         ],
@@ -63,14 +71,33 @@ class TestUnavailable:
                 case.with_(**{name: padded[..., : weight.size(2)]}).call()
             )
             assert found is not None
-            assert name in found
+            assert f"must be contiguous: pass {name}.contiguous()" in found
             flat = torch.zeros(weight.numel() + 8, dtype=weight.dtype)
             shift = next(i for i in range(1, 8) if (flat.data_ptr() + 2 * i) % 16)
             moved = flat[shift : shift + weight.numel()].view(weight.shape)
             found = cuda.BACKEND._unsupported(case.with_(**{name: moved}).call())
             assert found is not None
-            assert name in found
-            assert "16 bytes" in found
+            assert f"does not start at a multiple of 16 bytes: pass {name}.clone()" in found
+            # What is advised helps.
+            assert cuda.BACKEND._unsupported(case.with_(**{name: moved.clone()}).call()) is None
+
+    @pytest.mark.parametrize("activation", ["silu", "swiglu_oai", "relu2"])
+    def test_padding_with_zeros_changes_nothing(self, activation: str) -> None:
+        case = bf16_case(hidden=60, intermediate=36, biases=True, activation=activation)
+        x, w13, w2, weights, ids = case.args
+        halves = w13.size(1) // 36
+        pad = torch.nn.functional.pad
+        wide = pad(w13.view(4, halves, 36, 60), (0, 4, 0, 4)).reshape(4, halves * 40, 64)
+        b13 = pad(case.options["b13"].view(4, halves, 36), (0, 4)).reshape(4, halves * 40)
+        options = {"activation": activation, "backend": "reference"}
+        want = weave_moe.fused_experts(
+            *case.args, b13=case.options["b13"], b2=case.options["b2"], **options
+        )
+        padded = (pad(x, (0, 4)), wide, pad(w2, (0, 4, 0, 4)), weights, ids)
+        b2 = pad(case.options["b2"], (0, 4))
+        got = weave_moe.fused_experts(*padded, b13=b13, b2=b2, **options)
+        torch.testing.assert_close(got[:, :60], want)
+        assert not got[:, 60:].any()
 
     def test_tensors_elsewhere(self) -> None:
         assert cuda.BACKEND.unavailable(bf16_case().call()) == "x is on cpu, not on a GPU"

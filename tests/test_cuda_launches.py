@@ -19,6 +19,7 @@ import weave_moe
 from fakes.launches import H200, Recorder, bf16_case, layer_of
 from generators import ROUTINGS, generator
 from weave_moe.backends import cuda
+from weave_moe.presets import PRESETS
 from weave_moe.routing import RoutingConfig
 from weave_moe.runtime import kernel
 from weave_moe.runtime.buffers import ROUTER_STATE_BYTES, needs_of
@@ -92,6 +93,7 @@ def test_the_device_chooses_between_a_launch_for_few_tokens_and_the_others(
         recorder.run(case)
     few, *many = recorder.all
     names = ["route", "sort", "experts", "combine"]
+    assert len(recorder.all) == (5 if routes else 4)
     assert few.name == "experts"
     assert [launched.name for launched in many] == names[not routes :]
     assert [few.config.many, *(launched.config.many for launched in many)] == [
@@ -290,6 +292,17 @@ def test_shared_experts_are_slices_as_wide_as_the_others(
         assert plain.config.router == "none"
         assert not plain.config.shared
         assert (plain.p.experts, plain.p.routed, plain.p.top_k) == (6, 6, 3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_presets_layer_of_few_tokens_is_one_launch(recorder: Recorder, name: str) -> None:
+    preset = PRESETS[name]
+    shape, inter = preset.shape(), preset.shared_intermediate
+    slices = cuda.shared_slices(shape, inter)
+    assert cuda._other_shape(shape) is cuda._other_layer(shape, shape.experts, inter) is None
+    assert not cuda.plan_for(shape, FEW_TOKENS, router=True, shared=slices).many
+    assert cuda.most_few_tokens(shape, 0, True, slices) == FEW_TOKENS
+    assert cuda.plan_for(shape, FEW_TOKENS + 1, router=True, shared=slices).many
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", 0), ("bfloat16", 1), ("float16", 2)])

@@ -6,6 +6,7 @@ PYTHONPATH=src:tests python -m pytest tests/test_transformers_gpu.py --noconftes
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -42,9 +43,43 @@ def ids() -> Tensor:
     return tokens(3, 21).to(DEVICE)
 
 
+def off(a: Tensor, b: Tensor) -> Tensor:
+    """Relative error of each row."""
+    return (a - b).norm(dim=1) / b.norm(dim=1)
+
+
 def apart(a: Tensor, b: Tensor) -> float:
     """Relative error of the middle row."""
-    return float(((a - b).norm(dim=1) / b.norm(dim=1)).median())
+    return float(off(a, b).median())
+
+
+Asked = list[tuple[Tensor, Tensor]]
+
+
+def asked_of(model: Any, implementation: str, ids: Tensor) -> tuple[Tensor, Asked]:
+    """Logits, and what each layer's experts were asked for: ids in order, and their weights."""
+    asked: Asked = []
+
+    def note(_: Any, arguments: tuple[Tensor, ...]) -> None:
+        chosen = arguments[1].sort(dim=1)
+        asked.append((chosen.values, arguments[2].float().gather(1, chosen.indices)))
+
+    layers = [model.get_submodule(layer.name) for layer in silent_report(model).layers]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        return logits_of(model, implementation, ids), asked
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def asked_alike(a: Asked, b: Asked) -> Tensor:
+    """[T] whether every layer's experts were asked for the same, up to rounding."""
+    alike = [
+        (one == other).all(dim=1) & torch.isclose(mine, its, rtol=0.1, atol=0.02).all(dim=1)
+        for (one, mine), (other, its) in zip(a, b, strict=True)
+    ]
+    return torch.stack(alike).all(dim=0)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -58,22 +93,48 @@ def test_logits_are_as_near_to_fp32_as_eagers(family: str, ids: Tensor) -> None:
     assert found.on
     if DEVICE == "cuda":
         assert {layer.detail for layer in found.layers} == {"backend cuda"}
-    # The same in a batch of many tokens, which other kernels compute.
-    many = tokens(24, 60, seed=4).to(DEVICE)
-    assert apart(*(logits_of(model, name, many) for name in ("weave", "eager"))) < 0.05
+
+
+@pytest.mark.parametrize("size", [(3, 21), (24, 60)], ids=["few", "many"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_row_that_asks_for_the_same_experts_is_eagers(
+    family: str, size: tuple[int, int]
+) -> None:
+    """Few and many tokens are computed by different kernels. Where a near tie falls the other way,
+    that token and what comes after it in its sequence may differ; nothing else may."""
+    model = model_of(family, torch.bfloat16).to(DEVICE)
+    ids = tokens(*size, seed=4).to(DEVICE)
+    (eager, theirs), (ours, mine) = (asked_of(model, name, ids) for name in ("eager", "weave"))
+    alike = asked_alike(mine, theirs)
+    untouched = alike.view(size).long().cumprod(dim=1).flatten() == 1
+    # On a CPU, over seeds: such rows are off by 0.050 at most, nine in ten by less than 0.02, and
+    # others by 0.2 to 1.5; at least 92 % of all rows are alike, and of many tokens 42 % untouched.
+    error = off(ours, eager)
+    assert float(error[untouched].max()) < 0.15
+    assert float(error[untouched].quantile(0.9)) < 0.04
+    assert float(alike.float().mean()) > 0.8
+    if size[0] > 3:
+        assert float(untouched.float().mean()) > 0.15
+        assert float(error.quantile(0.75)) < 0.05
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen3Next", "DeepseekV3", "Mixtral", "GptOss"])
 def test_optimized_blocks(family: str, ids: Tensor) -> None:
     """Whole blocks are near the model's own, but for tokens whose experts are nearly tied."""
     model = model_of(family, torch.bfloat16).to(DEVICE)
-    own = logits_of(model, "eager", ids)
+    inputs = [ids, *(tokens(24, length, seed=4).to(DEVICE) for length in (10, 60))]
+    own = [logits_of(model, "eager", each) for each in inputs]
     done = weave_moe.optimize(model)
     assert done.replaced
-    ours = logits_of(model, "eager", ids)  # whole blocks, whatever their experts would be
+    # Whole blocks, whatever their experts would be.
+    ours = [logits_of(model, "eager", each) for each in inputs]
     done.restore()
-    assert apart(ours, own) < 0.05
-    assert torch.equal(logits_of(model, "eager", ids), own)
+    for mine, its in zip(ours, own, strict=True):
+        assert apart(mine, its) < 0.05
+    # Of many sequences few have a near tie early; on a CPU, over seeds: 0.020 at most.
+    for mine, its in zip(ours[1:], own[1:], strict=True):
+        assert float(off(mine, its).quantile(0.9)) < 0.1
+    assert torch.equal(logits_of(model, "eager", ids), own[0])
 
 
 @pytest.mark.parametrize("family", STATIC)

@@ -873,7 +873,7 @@ class TestOptimize:
         assert all(a is b for a, b in zip(before, after, strict=True))
 
     def test_a_backend_that_refuses(self, reasons: Callable[[], list[str]]) -> None:
-        """As gpt-oss's rows are refused on a GPU: the slow reference does not creep in."""
+        """A CPU's tensors, then fp32 on a GPU if there is one: the slow reference stays out."""
         model = model_of("GptOss")
         with pytest.raises(ValueError, match="backend 'cuda' cannot run it"):
             weave_moe.optimize(model, backend="cuda")

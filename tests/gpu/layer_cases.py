@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_cases import TARGET, TOLERANCE, compile_all, configs, expect, weights_of
+from gpu_cases import TARGET, TOLERANCE, bits, compile_all, configs, expect, weights_of
 from routing_truth import Choice, choose
 from torch import Tensor
 
@@ -461,3 +461,36 @@ class Recorded:
         for mine, new in zip(self.results, self._work(), strict=True):
             mine.copy_(new)
         return self.results
+
+
+def recorded(case: LayerCase, **options: Any) -> Callable[[LayerCase, int], tuple[Tensor, ...]]:
+    """A recorded call, whose inputs are buffers of its own: (another case, valid) -> results."""
+    own = {"x": case.x.clone(), "num_valid_tokens": torch.zeros((), dtype=torch.int32)}
+    own["num_valid_tokens"] = own["num_valid_tokens"].to(TARGET.device)
+    for name in ("router_logits", "residual"):
+        if case.options.get(name) is not None:
+            own[name] = case.options[name].clone()
+    graph = Recorded(lambda: case.with_(**own).routed(**options))
+
+    def replay(other: LayerCase, valid: int) -> tuple[Tensor, ...]:
+        own["x"].copy_(other.x)
+        for name in ("router_logits", "residual"):
+            if name in own:
+                own[name].copy_(other.options[name])
+        own["num_valid_tokens"].fill_(valid)
+        return graph.replay()
+
+    return replay
+
+
+def differs(
+    results: tuple[Tensor, ...], whole: tuple[Tensor, ...], case: LayerCase, valid: int
+) -> Tensor:
+    """Whether a valid token's results are not the bits of the whole case, or another row is not
+    idle: a flag on the device, which nobody has waited for."""
+    live = min(max(valid, 0), case.tokens)
+    y, residual = results[0], case.options.get("residual")
+    bad = (y[live:] != (0 if residual is None else residual[live:])).any()
+    for mine, right in zip(results, whole, strict=True):
+        bad = bad | (bits(mine[:live]) != bits(right[:live])).any()
+    return bad

@@ -93,6 +93,13 @@ LAYERS = {
             *((352, 176), (176, 352), (96, 192), (192, 96)),
         )
     },
+    # Sizes of nemotron-3 and deepseek-v3, each in either place, of few experts.
+    **{
+        f"{hidden}x{intermediate}": layer(
+            hidden, intermediate, 4, RoutingConfig(2, renormalize=True), (FEW, SOME)
+        )
+        for hidden, intermediate in ((2688, 7168), (7168, 2688), (2688, 64), (64, 2688))
+    },
     # A router's sums over less than a step, over parts of one, and over very many.
     **{
         f"H{hidden}": layer(hidden, 64, 16, QWEN, EACH, shared=64) for hidden in (8, 72, 256, 7168)
@@ -101,6 +108,7 @@ LAYERS = {
 
 SIDE = (256, 64) if TARGET.on_gpu else (64, 16)
 EXPERTS_AND_SLOTS = (
+    *((1, 1), (2, 1), (2, 2), (3, 2), (3, 3)),
     *((4, 1), (4, 4), (5, 5), (7, 3), (8, 2), (16, 16), (33, 5), (60, 4), (64, 6), (96, 7)),
     *((128, 8), (133, 9), (160, 6), (256, 8), (257, 10), (384, 8), (512, 10), (640, 11)),
     *((768, 12), (896, 16), (1000, 13), (1016, 14), (1023, 15), (1024, 1), (1024, 16)),

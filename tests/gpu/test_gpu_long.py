@@ -25,6 +25,8 @@ from gpu_cases import (
     shape,
     skewed,
 )
+from layer_cases import cases_of, check_layer, differs, expect_layers, make_layer, recorded
+from layer_tables import EACH, LAYERS, WHOLE
 from plants import CAUGHT, LUCKY, Patch
 
 import weave_moe
@@ -35,6 +37,7 @@ pytestmark = pytest.mark.gpu_long
 
 TOKENS = (1, 3, 12, 40, 200, 1100)
 expect(SMALL, TOKENS)
+expect_layers(WHOLE.values())
 
 
 def test_twenty_thousand_launches_among_neighbours(gpu: torch.device) -> None:
@@ -94,6 +97,21 @@ def test_a_thousand_replays(gpu: torch.device) -> None:
             graph.replay()
             wrong.add_((out != want[i % 8]).any())
         assert int(wrong) == 0, tokens
+
+
+@pytest.mark.parametrize(("name", "tokens"), cases_of(WHOLE, (1, 12, *EACH, 1100)))
+def test_a_thousand_replays_of_a_layer(gpu: torch.device, name: str, tokens: int) -> None:
+    cases = [make_layer(LAYERS[name], tokens, seed=seed) for seed in range(8)]
+    want = [check_layer(case) for case in cases]
+    if tokens > 1:
+        assert len({tuple(ids.flatten().tolist()) for _, _, ids in want}) == 8  # other routings
+    replay = recorded(cases[0])
+    counts = (tokens, tokens - 1, 0, 200, -3, 1, tokens + 5, tokens // 2, 257, 256, 13)
+    wrong = torch.zeros((), dtype=torch.int64, device=gpu)
+    for i in range(1000):
+        which, valid = i % len(cases), counts[i % len(counts)]
+        wrong.add_(differs(replay(cases[which], valid), want[which], cases[which], valid))
+    assert int(wrong) == 0
 
 
 STRESSED = (SMALL, shape(2048, 192, 64, 8))

@@ -253,9 +253,15 @@ def _other_shape(s: LayerShape) -> str | None:
     """Why the kernel does not take layers of that shape, None if it does."""
     if s.dtype not in ("bfloat16", "float16"):
         return f"x is {s.dtype}; the kernel takes bfloat16 and float16"
-    for name, size in (("hidden", s.hidden), ("intermediate", s.intermediate)):
+    for name, size, what in (
+        ("hidden", s.hidden, "x and the weights"),
+        ("intermediate", s.intermediate, "the weights"),
+    ):
         if size % 8:
-            return f"{name} is {size}; rows must be a multiple of 16 bytes, so of 8 elements"
+            return (
+                f"{name} is {size}; rows must be a multiple of 16 bytes, so of 8 elements: pad "
+                f"{what} with zeros to {-(-size // 8) * 8}, or take backend='reference'"
+            )
     if s.experts > 1024:
         return f"{s.experts} experts; at most 1,024"
     if s.top_k > 16:
@@ -408,9 +414,15 @@ class _Cuda:
             return reason
         for name, weight in (("w13", call.w13), ("w2", call.w2)):
             if not weight.is_contiguous():
-                return f"{name} has strides {weight.stride()}; it must be contiguous"
+                return (
+                    f"{name} has strides {weight.stride()}; it must be contiguous: pass "
+                    f"{name}.contiguous(), made once"
+                )
             if weight.data_ptr() % 16:
-                return f"{name} does not start at a multiple of 16 bytes"
+                return (
+                    f"{name} does not start at a multiple of 16 bytes: pass {name}.clone(), made "
+                    "once"
+                )
         return None
 
     def experts(self, call: ExpertsCall) -> Tensor:
@@ -430,7 +442,7 @@ class _Cuda:
         experts = call.experts
         with torch.cuda.device(experts.device):
             check(experts.device)
-            # Zeros: rows past the valid ones are not routed, nor are any by a launch that gives up.
+            # Zeros: rows past the valid ones are not routed, nor are all by a launch that gives up.
             shape = (experts.num_tokens if return_routing else 0, call.routing.top_k)
             weights = torch.zeros(shape, dtype=torch.float32, device=experts.device)
             ids = torch.zeros(shape, dtype=torch.int32, device=experts.device)

@@ -49,7 +49,7 @@ try:
     from transformers.integrations import moe as _moe
 except ImportError as error:
     raise ImportError(
-        "weave_moe.integrations.transformers needs transformers 5: "
+        "weave_moe.integrations.transformers needs transformers 5.7 or newer: "
         f"pip install 'weave-moe[transformers]' ({error})"
     ) from error
 
