@@ -196,10 +196,6 @@ def count(ncu: str, case: Case, names: list[str]) -> tuple[list[dict[str, float]
     raise RuntimeError(problem)
 
 
-def label_of(label: str, hint: str) -> str:
-    return ", ".join(text for text in (label, f"hot {hint}" if hint else "") if text)
-
-
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -209,7 +205,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--skews", default=",".join(map(str, common.SKEWS)))
     parser.add_argument("--contestants", default=",".join(policies.POLICIES), help="policies")
     parser.add_argument("--label", default="", help="what is special about this build")
-    parser.add_argument("--hot-hint", default="", help=f"also with {', '.join(HOT_HINTS)}")
+    parser.add_argument(
+        "--hot-hint", default="", help=f"also with {', '.join(HOT_HINTS)}; fills nothing in"
+    )
     parser.add_argument("--max-seconds", type=float, help="begin no cell that would end later")
     parser.add_argument("--out", default="counters.jsonl")
     parser.add_argument("--policies", help="result file of policies.py to fill in")
@@ -221,6 +219,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for hint in args.hot_hint:
         if hint not in HOT_HINTS:
             parser.error(f"--hot-hint must be some of {', '.join(HOT_HINTS)}; got {hint!r}")
+    if args.hot_hint and args.label:
+        parser.error("--hot-hint makes the label itself; got --label, too")
     return args
 
 
@@ -249,7 +249,11 @@ def main(arguments: list[str] | None = None) -> int:
             least = common.minimum_bytes(case, active)
             cell = {"model": case.model, "T": case.tokens, "skew": case.skew, "active": active}
             rows = [
-                {**cell, "contestant": f"weave:{name}", "label": label_of(args.label, hint)}
+                {
+                    **cell,
+                    "contestant": f"weave:{name}",
+                    "label": f"hot {hint}" if hint else args.label,
+                }
                 | ({"beside": ",".join(args.hot_hint)} if args.hot_hint and not hint else {})
                 | {"batch": policies.workspace_of(policies.Variant(name)).batch}
                 | figures(mine, least)

@@ -1007,20 +1007,31 @@ def test_out_where_tensors_are_fake(backend: str) -> None:
     assert y is out
 
 
-def test_modes_of_other_threads_and_modes_that_watch_change_nothing() -> None:
+@pytest.mark.parametrize("pre_dispatch", [None, False, True])
+def test_modes_of_other_threads_and_modes_that_watch_change_nothing(
+    pre_dispatch: bool | None,
+) -> None:
     """What a thread records is its own; torch keeps one flag for all of them, which may stick."""
     import threading
 
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils.flop_counter import FlopCounterMode
 
     case, workspace = experts_case(4), weave_moe.Workspace()
     entered, done = threading.Event(), threading.Event()
 
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        entered.set()
+        done.wait(60)
+        return x
+
     def record() -> None:
-        with FakeTensorMode():
-            entered.set()
-            done.wait(60)
+        if pre_dispatch is None:
+            with FakeTensorMode():
+                wait(torch.empty(1))
+        else:
+            make_fx(wait, pre_dispatch=pre_dispatch)(torch.empty(1))
 
     assert not torch.compiler.is_compiling()
     other = threading.Thread(target=record)

@@ -196,14 +196,14 @@ def absent_words(cells: dict[Cell, Rows]) -> str:
     """Which rivals have no time in a whole model, and why; the mean without models most lack."""
     models: dict[str, set[str]] = {}
     rivals: dict[str, None] = {}
-    reasons: dict[tuple[str, str], str] = {}
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
     for cell, rows in cells.items():
         timed = models.setdefault(cell.model, set())
         for name, row in rows.items():
             if not name.startswith("weave"):
                 rivals[name] = None
                 timed |= {name} if "us" in row else set()
-                reasons[cell.model, name] = why_absent(row)
+                reasons.setdefault((cell.model, name), {})[why_absent(row)] = None
     lacks = {model: [n for n in rivals if n not in timed] for model, timed in models.items()}
     lacks = {model: names for model, names in lacks.items() if names}
     if not lacks:
@@ -212,7 +212,7 @@ def absent_words(cells: dict[Cell, Rows]) -> str:
     for model, names in lacks.items():
         why: dict[str, list[str]] = {}
         for name in names:
-            why.setdefault(reasons.get((model, name), "not timed"), []).append(name)
+            why.setdefault("; ".join(reasons.get((model, name), ["not timed"])), []).append(name)
         for reason, some in why.items():
             named.setdefault((", ".join(some), reason), []).append(model)
     texts = [f"{some} for {', '.join(of)} ({reason})" for (some, reason), of in named.items()]

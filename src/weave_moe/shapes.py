@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 __all__ = [
@@ -112,7 +111,7 @@ def is_recorded() -> bool:
     records operators or fakes tensors (make_fx, FakeTensorMode). Other modes only watch."""
     if torch.compiler.is_dynamo_compiling():
         return True
-    if _len_torch_dispatch_stack_pre_dispatch():  # type: ignore[no-untyped-call]
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
         return True
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()

@@ -161,12 +161,7 @@ def triton_kernels(layer: Layer, w: Weights) -> Contestant:
     """
     if layer.activation.kind != "silu" or layer.weight_on_input or layer.skips:
         raise Unsupported("only for SwiGLU, with weights on the output and no empty slots")
-    top_k, act = layer.shape.top_k, layer.activation
-    routes = top_k & (top_k - 1) == 0
-    if routes and not layer.unit_weights:
-        raise Unsupported(
-            "it routes by a softmax over the top-k, and these weights do not add to 1"
-        )
+    act = layer.activation
     try:
         matmul = import_module("triton_kernels.matmul_ogs")
         package = import_module("triton_kernels.routing")
@@ -189,12 +184,17 @@ def triton_kernels(layer: Layer, w: Weights) -> Contestant:
     )
 
     def f(x: Tensor, ids: Tensor, weights: Tensor, logits: Tensor | None) -> Tensor:
-        if not routes:
+        top_k = ids.shape[1]
+        if top_k & (top_k - 1):
             data, gather, scatter = _sorted_by_expert(package, ids, weights, len(up))
         elif logits is None:
             raise Unsupported("it routes from logits, and there are none")
+        elif not layer.unit_weights:
+            raise Unsupported(
+                "it routes by a softmax over the top-k, and these weights do not add to 1"
+            )
         else:
-            data, gather, scatter = routing(logits, ids.shape[1])
+            data, gather, scatter = routing(logits, top_k)
         h = matmul.matmul_ogs(x, up, b13, data, gather_indx=gather, fused_activation=fused)
         y: Tensor = matmul.matmul_ogs(
             h, down, b2, data, scatter_indx=scatter, gammas=data.gate_scal
@@ -202,8 +202,10 @@ def triton_kernels(layer: Layer, w: Weights) -> Contestant:
         return y
 
     own = Activation("silu", alpha=act.alpha, limit=act.limit, up_offset=1.0)
-    first = "routing from logits" if routes else "torch's sort of the slots (its own takes 2^n)"
-    note = f"{first}, product with SwiGLU (up + 1), product with weighted sum"
+    note = (
+        "routing from logits (torch's sort of the slots where top-k is no power of two), product "
+        "with SwiGLU (up + 1), product with weighted sum"
+    )
     return Contestant(f, _version("triton_kernels"), note, activation=own)
 
 
