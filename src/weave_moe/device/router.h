@@ -10,7 +10,7 @@
 // for itself, because that is sooner done than told.
 // Many: a launch of its own leaves sums in memory, and the sort (many.h) chooses for its tokens before it counts them.
 #pragma once
-#include "producer.h"
+#include "config.h"
 
 namespace weave {
 
@@ -309,9 +309,6 @@ WEAVE_FN bool route(const Block& b, SlotTable& table, char* scratch, u64* own, R
       run_units(p, work, part, epoch);
       tickets.units.ask();
     }
-  // Memory has little to do until tokens have experts. With two slots an expert 13 % of the experts have none, so most of what is
-  // asked for will be needed (deepseek-v3, T=64: 8 us of 4,241; from four slots on: nothing).
-  if (threadIdx.x / 32 == WEIGHT_WARP && work.tokens * r.routing.top_k >= 2 * r.experts) prefetch_weights(p, b.maps);
   if (!may_go_on()) return true;
   const u32 tag = tag_of(not_earlier(epoch));
   bool ok = true;
