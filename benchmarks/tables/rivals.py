@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from .rows import (
@@ -162,18 +163,23 @@ def more_rivals_words(more: dict[Cell, Rows], known: Iterable[str]) -> str:
 
 
 def rivals_said(rows: Iterable[Row]) -> str:
-    """Names, versions and notes of rivals, and where one was not asked for more tokens."""
-    found: dict[str, int] = {}
+    """Names, versions and notes of rivals, of which models where one has several, and where one was
+    not asked for more tokens."""
+    found: dict[tuple[str, str], list[Row]] = {}
     most = 0
     for r in rows:
         most = max(most, r["T"])
         if not r["contestant"].startswith("weave") and r.get("version"):
-            name = f"{r['contestant']} ({r['version']}: {r['note']})"
-            found[name] = max(found.get(name, 0), r["T"])
-    texts = [
-        name if tokens == most else f"{name}, up to {tokens:,} tokens only"
-        for name, tokens in sorted(found.items())
-    ]
+            found.setdefault((r["contestant"], f"{r['version']}: {r['note']}"), []).append(r)
+    several = Counter(name for name, _ in found)
+    texts = []
+    for (name, what), of in sorted(found.items(), key=lambda item: item[0]):
+        models = ", ".join(dict.fromkeys(r["model"] for r in of)) if several[name] > 1 else ""
+        tokens = max(r["T"] for r in of)
+        texts.append(
+            f"{name}{f' for {models}' if models else ''} ({what})"
+            + ("" if tokens == most else f", up to {tokens:,} tokens only")
+        )
     return f"Rivals: {'; '.join(texts)}." if texts else ""
 
 
