@@ -32,6 +32,7 @@ import common
 import policies
 import torch
 from common import Case, Cell, Row
+from tables.rows import is_plain
 
 from weave_moe.backends import cuda
 
@@ -119,7 +120,7 @@ def fill(policy_rows: list[Row], counter_rows: Iterable[Row]) -> int:
     found = {
         (r["commit"], r["model"], r["T"], r["skew"], r.get("trace"), r["contestant"]): r
         for r in counter_rows
-        if not r.get("label") and not r.get("beside") and r.get("dram_over_min") is not None
+        if is_plain(r) and r.get("dram_over_min") is not None
     }
     filled = 0
     for row in policy_rows:

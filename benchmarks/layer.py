@@ -667,17 +667,17 @@ def missing(case: Case, names: Sequence[str], rows: Sequence[Row], commit: str) 
 
 def jobs_of(
     model: str,
-    cells: Sequence[tuple[int, float]],
+    sizes: Sequence[tuple[int, float]],
     names: Sequence[str],
     padded: bool,
     rows: Sequence[Row],
     commit: str,
 ) -> list[Job]:
-    """What is still to be done of a model; cells: numbers of tokens, and skews."""
+    """What is still to be done of a model; sizes: numbers of tokens, and skews."""
     if not MODELS[model].shared_intermediate:  # it would be weave again
         names = [name for name in names if name != "weave:routed"]
     jobs = []
-    for count, skew in cells:
+    for count, skew in sizes:
         case = Case(model, count, skew=skew)
         wanted = missing(case, names, rows, commit)
         if set(wanted) & set(OURS):  # they are subtracted from each other, round by round
@@ -769,7 +769,7 @@ def main(arguments: list[str] | None = None) -> int:
     names, skews = args.contestants.split(","), common.skews_of(args)
     if args.compile_only:
         skews = skews[:1]  # other routings run the same code
-    cells = [(count, skew) for count in args.tokens for skew in skews]
+    sizes = [(count, skew) for count in args.tokens for skew in skews]
     commit = args.commit or common.git_commit()
     out = Path(args.out)
     device = common.the_device()
@@ -777,7 +777,7 @@ def main(arguments: list[str] | None = None) -> int:
     about = common.about(device, commit, rates)
     present = [] if args.again else common.read_rows(out)
     for model in args.models:
-        jobs = jobs_of(model, cells, names, args.padded, present, commit)
+        jobs = jobs_of(model, sizes, names, args.padded, present, commit)
         if not jobs:
             continue
         preset = MODELS[model]

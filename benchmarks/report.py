@@ -50,7 +50,7 @@ from tables.rivals import (
     rivals_said,
     rivals_words,
 )
-from tables.rows import Row, floor_words, provenance, read
+from tables.rows import Row, floor_words, is_plain, provenance, read
 from tables.surroundings import (
     all_reduce_words,
     granularity_table,
@@ -187,7 +187,7 @@ def details_section(
                 parts += [title, text]
     labelled = [row for row in counters if row["label"]]
     if counted:
-        plain = [row for row in counters if not row["label"] and not row.get("beside")]
+        plain = list(filter(is_plain, counters))
         parts += [
             "### Memory",
             f"{provenance(plain)}. {memory_words(counted)} Bytes read from DRAM over the least "

@@ -98,7 +98,7 @@ def test_counted_bytes_stand_beside_the_policies(report: ModuleType) -> None:
             (r["commit"], r["model"], r["T"], r["skew"], r["contestant"]): r["dram_over_min"]
             for r in rows
             if r["commit"] in timed and r["dram_over_min"] is not None
-            if not r.get("label") and not r.get("beside")
+            if report.is_plain(r)
         }
         for rows in (report.read(report.FILES["counters"]), policies)
     )
@@ -469,7 +469,7 @@ def test_the_report_of_the_whole_layer(report: ModuleType, whole: list[Row]) -> 
         "more); 5 valid tokens of 2,048 in the call take 1.20 times as long as 5 alone (1.0 to "
         "1.1 us more)." in part
     )
-    assert "Rivals: torch (3), vllm (3); they get logits by torch.mm" in part
+    assert "Rivals: torch (3: fused); vllm (3: fused). They get logits by torch.mm" in part
     details = report.details_section(experts, [], [], whole)
     assert "| a | 64 | even | 10.0 | 40.0 | 33.8 | 50.0 | error | - |" in details
     assert "| b | 5 of 2,048 | 27.0 | 1.200 | 1.1 |" in details

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .rivals import best_rival, load_experts, ratio_to_rival
+from .rivals import best_rival, load_experts, ratio_to_rival, rivals_said
 from .rows import (
     DECODE,
     EVEN,
@@ -95,10 +95,12 @@ def router_words(cells: dict[Cell, Rows]) -> str:
         texts.append(f"{one_or_range(few, '.1f')} us up to {DECODE} tokens")
     if many:
         texts.append(f"{one_or_range(many, '.1%')} of the experts' time above {DECODE}")
-    text = f"Router and top-k add {', and '.join(texts)}." if texts else ""
-    if min([*few, *many], default=0) < 0:
-        text += " It is the difference of two times: below zero, the clock has changed by more."
-    return text
+    if not texts:
+        return ""
+    return (
+        f"Router and top-k add {', and '.join(texts)}. It is the difference of two times: with "
+        "many tokens the clock moves it by more than itself."
+    )
 
 
 def padded_words(rows: Iterable[Row]) -> str:
@@ -156,13 +158,9 @@ def other_commits(cells: dict[Cell, Rows]) -> str:
 def layer_words(cells: dict[Cell, Rows]) -> str:
     """What it was measured on, and what rivals got."""
     used = [row for rows in cells.values() for row in rows.values()]
-    rivals = sorted(
-        {
-            f"{row['contestant']} ({row['version']})"
-            for row in used
-            if "us" in row and not row["contestant"].startswith("weave")
-        }
-    )
+    # What all of them are given is said once, below.
+    timed = [row | {"note": row["note"].partition("; logits by")[0]} for row in used if "us" in row]
+    rivals = rivals_said(timed)
     text = (
         f"{provenance(used)}{other_commits(cells)}; from hidden states and router weight to "
         f"output, {' and '.join(routings_of(cells))} routing, replays of CUDA graphs, contestants "
@@ -171,7 +169,7 @@ def layer_words(cells: dict[Cell, Rows]) -> str:
     )
     if rivals:
         text += (
-            f" Rivals: {', '.join(rivals)}; they get logits by torch.mm with fp32 output, their "
-            "own top-k where they have one and else torch's, and shared experts by torch."
+            f" {rivals} They get logits by torch.mm with fp32 output, their own top-k or vLLM's "
+            "where it has the router and else torch's, and shared experts by torch."
         )
     return text

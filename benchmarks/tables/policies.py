@@ -22,6 +22,7 @@ from .rows import (
     geometric_mean,
     grouped,
     in_rows,
+    is_plain,
     listed,
     markdown,
     newest,
@@ -355,12 +356,8 @@ def knobs_table(jobs: dict[tuple[Cell, int], Rows]) -> str:
 
 
 def load_counters(rows: Iterable[Row]) -> dict[Cell, Rows]:
-    """Rows by cell and policy, without those of builds or settings that have a label.
-
-    Nor those of the same run that only stand beside labelled ones.
-    """
-    plain = (row for row in rows if not row["label"] and not row.get("beside"))
-    found: dict[Cell, Rows] = newest(plain, cell_of, policy_of)
+    """Plain rows, by cell and policy."""
+    found: dict[Cell, Rows] = newest(filter(is_plain, rows), cell_of, policy_of)
     return found
 
 

@@ -116,7 +116,14 @@ def rivals_words(cells: dict[Cell, Rows]) -> str:
     by_tokens = ", ".join(
         f"{mean(lambda c, t=t: c.tokens == t)} at {t:,}" for t in sorted({c.tokens for c in ratios})
     )
-    by_routing = ", ".join(f"{r} {mean(lambda c, r=r: c.routing == r)}" for r in routings)
+
+    def of_routing(routing: str) -> str:
+        some = [cell for cell in ratios if cell.routing == routing]
+        of, least = dict.fromkeys(c.model for c in some), min(c.tokens for c in some)
+        fewer = f" ({', '.join(of)}; from {least:,} tokens on)" if len(of) < len(models) else ""
+        return f"{routing} {mean(lambda c: c.routing == routing)}{fewer}"
+
+    by_routing = ", ".join(map(of_routing, routings))
     behind = [f"{cell} ({below_one(ratio)})" for cell, ratio in ratios.items() if ratio < 1]
     close = sum(abs(ratio - 1) <= LEVEL for ratio in ratios.values())
     words = [

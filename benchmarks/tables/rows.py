@@ -63,6 +63,11 @@ def cell_of(row: Row) -> Cell:
     return Cell(row["model"], row["T"], routing_of(row))
 
 
+def is_plain(row: Row) -> bool:
+    """Whether a row of counters has no label, nor stands beside one of the same run that has."""
+    return not row.get("label") and not row.get("beside")
+
+
 def geometric_mean(values: Iterable[float]) -> float:
     """Of positive numbers."""
     logs = [math.log(value) for value in values]
