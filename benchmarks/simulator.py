@@ -127,6 +127,11 @@ def write(
     held_out: list[Predicted],
     policies: list[Predicted],
 ) -> None:
+    # What is stated is of the rows as they are written.
+    predicted, held_out, policies = (
+        [Predicted(p.cell, round(p.us, 3)) for p in rows]
+        for rows in (predicted, held_out, policies)
+    )
     fitted, shipped = errors_of(predicted), calibration()
     rows_of_fit = [p for p in predicted if p.cell.tokens <= args.fit_tokens]
     fitted_to = (
@@ -171,7 +176,7 @@ def write(
 
     def row(p: Predicted) -> list[Any]:
         c = p.cell
-        return [c.model, c.tokens, c.skew, c.policy, c.us, round(p.us, 3)]
+        return [c.model, c.tokens, c.skew, c.policy, c.us, p.us]
 
     tables = {
         "ROWS": [row(p) for p in (*predicted, *held_out)],
