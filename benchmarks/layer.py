@@ -56,6 +56,7 @@ import experts
 import torch
 import torch.nn.functional as F
 from common import Row
+from tables.rivals import NOT_ASKED
 from torch import Tensor
 
 from weave_moe import Activation, RoutingConfig, SharedExperts, __version__, moe_layer, presets
@@ -354,7 +355,7 @@ def of_weights(factory: experts.Factory) -> contestants.Factory:
         biases = w.b13 is not None or w.b2 is not None
         plain = layer.activation == Activation() and not layer.interleaved
         if biases or layer.weight_on_input or not plain:
-            raise Unsupported("its factory takes w13 and w2 alone, for a plain SwiGLU layer")
+            raise Unsupported(f"{NOT_ASKED}, for a plain SwiGLU layer")
         return factory(w.w13, w.w2)
 
     return made

@@ -1,7 +1,8 @@
 r"""Tests that need a Hopper GPU. They need pytest, torch and numpy, nothing else of the test tools.
 
     pytest tests/gpu -m gpu -n 4 --dist loadfile
-                                             the short list; as four processes it took 145 s (-n
+                                             the short list; as five processes, with the
+                                             long list and the soak beside them, 268 s (-n
                                              needs pytest-xdist, and nothing but time without it)
     pytest tests/gpu -m gpu_long             20,000 launches among neighbours, planted bugs, a
                                              soak of whole layers (-k soak)
